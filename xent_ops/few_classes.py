@@ -116,6 +116,7 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
     target, divisor, token_weight = call.target, call.divisor, call.token_weight
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
+    checks.scaled_by_rows(head.chunking.batch_invariant, call.input, token_weight)
     divisors = torch.ones((), dtype=dtype, device=call.input.device) if divisor is None else divisor.to(dtype)
     loss = call.loss._replace(lse_square_scale=lse_square_scale)
     chunk_divisors, product_divisor = float16.split_divisors(

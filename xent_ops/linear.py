@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_classes, one_shape
+from . import few_classes
 from .functional import loss_of_logits
 from .kernels.options import HeadProducts, Reduction
 from .linear_call import LinearCall, bind, cross_entropy, statistics
@@ -121,7 +121,7 @@ def linear_cross_entropy(
         name = "xent_ops.linear_cross_entropy with target_probs"
         refuse_dtensors(name, input, linear_weight, target, target_probs)
         transforms.refuse(name)
-        return one_shape.computed(few_classes.bind(call, target_probs, tail), few_classes.loss)
+        return few_classes.loss(few_classes.bind(call, target_probs, tail))
     few_classes.without_probs(tail)
     if is_dtensor(input, linear_weight, target, linear_bias, weight, token_weight):
         from .distributed import linear_tensor  # for DTensors only: this import is slow
@@ -129,7 +129,7 @@ def linear_cross_entropy(
         return linear_tensor.cross_entropy(call)
     if target.is_floating_point() or transforms.functorch_is_active() or transforms.forward_mode():
         return _from_all_logits(call.in_autocast_dtype())
-    return one_shape.computed(call, cross_entropy)
+    return cross_entropy(call)
 
 
 def _from_all_logits(call: LinearCall) -> Tensor:
@@ -190,10 +190,7 @@ def linear_cross_entropy_outputs(
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
-    return one_shape.computed(call.in_autocast_dtype(), _outputs)
-
-
-def _outputs(call: LinearCall) -> CrossEntropyOutputs:
+    call = call.in_autocast_dtype()
     head, loss, chunk_options, value = call.head, call.loss, call.head.chunking.keywords(), None
     target, weight, token_weight = call.target, head.class_weight, call.token_weight
     head_args = (call.input, head.weight, target, head.bias, weight)
@@ -254,8 +251,5 @@ def linear_token_log_probs(
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True)
-    return one_shape.computed(call.in_autocast_dtype(), _token_log_probs)
-
-
-def _token_log_probs(call: LinearCall) -> TokenLogProbs:
+    call = call.in_autocast_dtype()
     return log_probs_of_rows(*statistics(call, with_entropy=True), call.target, call.ids, call.loss.row_options)

@@ -130,6 +130,8 @@ class TokenFunction:
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             counted, row_values = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
+            if part.ids is not None:
+                row_values[-1] = part.ids
             loss_or_at_ids = statistics.loss if statistics.at_ids is None else statistics.at_ids
             stats = self._statistics(loss_or_at_ids, statistics.lse, statistics.entropy, row_values, counted)
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from .kernels.options import HeadProducts, TokenReduction
 from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
-from .one_shape import PaddedCall
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
@@ -109,10 +108,6 @@ def linear_token_loss(
         keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.row_options._asdict()}
         refuse("linear_cross_entropy_forward", *head_args, **keywords)
     function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
-    if batch_invariant:
-        padded = PaddedCall(call)
-        padded.pad_rows_of(function)
-        call = padded.call
     return loss_of_head(call, function, check)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import xent_ops
+from xent_ops.head.packing import PaddedRows
 from xent_ops.kernels import cpu
 
 HIDDEN, CLASSES = 64, 1003
@@ -249,6 +250,35 @@ def test_a_chunk_of_ones_own(device):
     """chunk_rows is one shape too."""
     x, head, bias, target = problem(device, torch.bfloat16, 100)
     assert_own_bits(lambda x, t: log_probs(x, head, bias, t, chunk_rows=16), 100, (1, 15, 16, 17), x, target)
+
+
+def test_only_the_last_chunk_is_copied(device):
+    x, *_, target = problem(device, torch.bfloat16, 40)
+    rows = PaddedRows(target, -100, 16)
+    for start in (0, 16):
+        assert rows.select(x, slice(start, start + 16)).data_ptr() == x[start:].data_ptr()
+    last = rows.select(x, slice(32, 48))
+    assert torch.equal(last, F.pad(x[32:], (0, 0, 0, 8)))
+
+
+def test_what_fills_up_a_chunk_reaches_nothing(device):
+    """Its logits are the bias, whose exponential may overflow, and its class is no class, of any dtype."""
+    x, head, bias, _ = problem(device, torch.float32, 5, classes=200)
+    ids = torch.randint(200, (5, 3), device=device, dtype=torch.uint8)
+
+    def loss(several, **options):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, head, bias + 200)]
+        head_args = {"linear_bias": leaves[2], "batch_invariant": True, **options}
+        if several:
+            found = xent_ops.linear_token_log_probs(leaves[0], leaves[1], ids, **head_args)
+            value = (found.log_probs.sum(-1) + found.entropy).sum()
+        else:
+            value = xent_ops.linear_token_loss(leaves[0], leaves[1], ids, lambda s: s.log_probs.sum(-1), **head_args)
+        return [value, *torch.autograd.grad(value, leaves)]
+
+    for several in (True, False):
+        for got, wanted in zip(loss(several), loss(several, batch_invariant=False), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_no_rows(device):

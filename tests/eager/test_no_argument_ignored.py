@@ -15,7 +15,7 @@ from helpers.option_values import another
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path
 
 import xent_ops
 from xent_ops import distributed
@@ -206,14 +206,15 @@ PLAIN = (bool, int, float, str, torch.dtype)
 
 
 class Effects(TorchDispatchMode):
-    """Which operators ran, with all of their arguments that are no tensors."""
+    """Which operators ran, with all of their arguments that are no tensors, by place or name."""
 
     def __init__(self):
         super().__init__()
         self.log = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.log.append((str(func), *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))))
+        leaves, _ = tree_flatten_with_path((args, kwargs))
+        self.log.append((str(func), *((path, leaf) for path, leaf in leaves if isinstance(leaf, PLAIN))))
         return func(*args, **(kwargs or {}))
 
 

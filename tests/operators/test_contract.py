@@ -28,15 +28,15 @@ def test_what_each_operator_has():
     assert_expected_inline(
         "\n".join(lines),
         """\
-cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale with_entropy
+cross_entropy_forward: logits; V=logits; batch_invariant label_smoothing softcap logit_scale with_entropy
 cross_entropy_reduced: logits; V=logits; label_smoothing softcap logit_scale lse_square_scale reduction
 cross_entropy_backward: logits; V=logits; grad_dtype label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy lse_square_scale
 distillation_forward: logits; V=logits T=teacher_logits; target joined
 distillation_backward: logits; V=logits T=teacher_logits; target
 distillation_with_grad: logits; V=logits T=teacher_logits; target
-linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy
-linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
-linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
+linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy
+linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
+linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
 linear_scale_grad: grad; columns=grad; no rule
 linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype label_smoothing softcap logit_scale class_start num_classes with_entropy mask_ids input
 linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale logits
@@ -47,15 +47,15 @@ linear_distillation_backward: input; H=input V=linear_weight G=teacher_input T=t
 linear_distillation_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask token_weight reduction divisor
 linear_distillation_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; target input
 linear_distillation_chunk_grad_: logits; V=linear_weight H=linear_weight; target logits
-linear_cross_entropy_shard: input; H=input V=linear_weight; logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start with_entropy
-linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale class_start with_entropy gathered_input input
+linear_cross_entropy_shard: input; H=input V=linear_weight; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
+linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
-token_logits: logits; V=logits K=ids; label_smoothing softcap logit_scale with_entropy
+token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy
 token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids
-linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale with_entropy mask_ids
-linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids output_mask
-linear_token_logits_with_grad: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows label_smoothing softcap logit_scale output_mask
-cross_entropy_shard: logits; V=logits; label_smoothing softcap logit_scale class_start
+linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
+linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids output_mask
+linear_token_logits_with_grad: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale output_mask
+cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
 cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start
 cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
 soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
@@ -84,6 +84,7 @@ label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token
 joined with class_start num_classes beta: distillation_forward
 num_classes never: distillation_forward distillation_backward distillation_backward_ distillation_with_grad distillation_with_grad_ linear_distillation_forward linear_distillation_backward linear_distillation_with_grad
 divisor with reduction: linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
+batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad linear_cross_entropy_shard linear_cross_entropy_shard_join
 num_classes not beside all others: linear_cross_entropy_backward
 mask_ids not beside all others: linear_token_logits linear_token_logits_backward
 products=fp8 never: linear_token_logits linear_token_logits_backward linear_token_logits_with_grad

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ..linear_call import LinearCall
-from ..one_shape import PaddedCall, Result
 from ..ops import checks, transforms
 from ..ops.dtensors import refuse_dtensor
 from ..ops.library import refuse
@@ -37,25 +35,6 @@ def by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
 def as_target(value: Tensor, split: int | None) -> Tensor:
     """The inverse of ``by_ranks``, for values of shape (ranks, ...), one for each row."""
     return value if split is None else value.movedim(0, split).flatten(split, split + 1)
-
-
-def padded_call(call: LinearCall, ranks: Ranks) -> PaddedCall:
-    split = call.sequence_dim
-    parts = 1 if split is None else ranks.world
-    return PaddedCall(
-        call,
-        ranks.world,
-        parts,
-        order=lambda values: by_ranks(values, split, ranks),
-        back=lambda values: as_target(values, split),
-    )
-
-
-def computed(call: LinearCall, ranks: Ranks, compute: Callable[[LinearCall, Ranks], Result]) -> Result:
-    """The result of ``compute``. With batch_invariant the call is padded first, so that all chunks have one shape."""
-    if not call.head.chunking.batch_invariant:
-        return compute(call, ranks)
-    return padded_call(call, ranks).compute(lambda padded: compute(padded, ranks.for_any_batch()))
 
 
 def bind_shard(

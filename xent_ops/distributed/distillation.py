@@ -255,7 +255,8 @@ def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
         head, teacher, spec, Collectives(ranks), lambda part: inverse if factors is None else part.of(factors)
     )
     inputs = (input, teacher.teacher_input)
-    grads = loop.run_loop(steps, inputs, ordered, head, steps.ranks, output_mask, scattered=split is not None)
+    loop_args = (steps, inputs, ordered, head, steps.ranks, output_mask, spec.options.ignore_index)
+    grads = loop.run_loop(*loop_args, scattered=split is not None)
     rows = torch.cat([values.view(parts, -1) for values in steps.losses], 1).view(ordered.shape)
     if loss.reduction == "none":
         return as_target(reductions.reduce_rows(rows, rows, ordered, None, loss, weights).value, split)

@@ -25,9 +25,9 @@ class Ranks(NamedTuple):
     batch_invariant: bool = False  # the bits of a row do not depend on the other rows
     in_rank_order: bool = False  # sums over the ranks are added up in their order, whatever a number's place
 
-    def for_any_batch(self) -> Ranks:
-        """The ranks for batch_invariant=True. A sum of two has one order."""
-        return self._replace(batch_invariant=True, in_rank_order=self.world > 2)
+    def for_batches(self, invariant: bool) -> Ranks:
+        """The ranks of a call with this batch_invariant. A sum of two has one order."""
+        return self._replace(batch_invariant=True, in_rank_order=self.world > 2) if invariant else self
 
 
 def process_group(group: Group) -> ProcessGroup:

@@ -26,7 +26,7 @@ from ..linear_call import LinearCall, bind
 from ..ops import arguments, transforms
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency, token_loss
-from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, computed, gathered_input
+from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
@@ -90,7 +90,7 @@ def vocab_parallel_linear_cross_entropy(
             for this rank's products. With ``products`` there are four products, not pipelined.
         batch_invariant: as for ``xent_ops.linear_cross_entropy``, for one number of ranks and one split of the classes.
             With three or more ranks the input's gradient is summed in the order of the ranks, by an all-to-all and an
-            all-gather. With ``sequence_parallel`` each rank's part of the rows is padded.
+            all-gather.
         pipelined: True: three products, two chunks of logits. The forward gathers a chunk's statistics while the next
             chunk's product runs, and computes the gradients. The backward scales them in place by the upstream
             gradient. False: four products, one chunk of logits. The forward gathers the statistics of all rows at once,
@@ -135,7 +135,7 @@ def vocab_parallel_linear_cross_entropy(
         return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
-    return computed(call, ranks, _loss)
+    return _loss(call, ranks.for_batches(call.head.chunking.batch_invariant))
 
 
 def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
@@ -210,10 +210,7 @@ def vocab_parallel_linear_token_log_probs(
         return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
-    return computed(call, ranks, _token_log_probs)
-
-
-def _token_log_probs(call: LinearCall, ranks: Ranks) -> TokenLogProbs:
+    ranks = ranks.for_batches(call.head.chunking.batch_invariant)
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
     rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.row_options)

@@ -75,6 +75,7 @@ def loss(
     input, head, options, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
+    checks.scaled_by_rows(head.chunking.batch_invariant, input, token_weight, head.class_weight)
     divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
     chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
     one = chunk_divisors.new_ones(())

@@ -17,7 +17,7 @@ from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, transforms
 from ..token_function import Function, TokenFunction, divided, loss_by_chunks
 from . import consistency
-from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input, padded_call
+from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
 from .pipelined import Collectives
 from .sharded_rows import sharded_rows
@@ -106,12 +106,7 @@ def vocab_parallel_linear_token_loss(
         return bound
 
     call, function = consistency.check(name, group, ranks, bind_checked) if check else bind_function()
-    call = call.as_sum()
-    if call.head.chunking.batch_invariant:
-        padded = padded_call(call, ranks)
-        padded.pad_rows_of(function)
-        call, ranks = padded.call, ranks.for_any_batch()
-    return loss(call, function, ranks, check)
+    return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)
 
 
 def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = False) -> Tensor:

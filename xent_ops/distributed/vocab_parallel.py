@@ -168,7 +168,7 @@ def vocab_parallel_cross_entropy(
         consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
     bound = _bound(*call)
     target, logits, class_weight, shard_range, loss, token_weight, _ = bound
-    ranks = ranks.for_any_batch() if bound.batch_invariant else ranks
+    ranks = ranks.for_batches(bound.batch_invariant)
     return loss_of_shard(logits, target, class_weight, ranks, shard_range, loss, token_weight)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..kernels.options import Chunking
 from .fp8 import Fp8Products
-from .packing import ComputedRows, counted_rows
+from .packing import ComputedRows, PaddedRows, counted_rows
 from .products import Products, counting_kernels
+from .sizes import rows_of_one_shape
 
 
 class Backend(NamedTuple):
@@ -24,6 +25,10 @@ def rows_to_compute(
     target: Tensor, ignore_index: int, chunking: Chunking, *heads: tuple[Tensor, Tensor]
 ) -> ComputedRows:
     """``heads``: (input (N, H), linear_weight) of each head."""
+    if chunking.batch_invariant:
+        input, linear_weight = heads[0]
+        size_args = (linear_weight.shape[0], chunking.chunk_rows, chunking.logits_dtype)
+        return PaddedRows(target, ignore_index, rows_of_one_shape(input, *size_args))
     if not chunking.skip_ignored:
         return ComputedRows(target)
     plain = chunking.logits_dtype in (None, heads[0][0].dtype) and chunking.products is None

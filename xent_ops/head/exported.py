@@ -16,9 +16,9 @@ from ..kernels import reference, reference_ids
 from ..kernels.options import Chunking, RowOptions
 from ..kernels.rows import padded_classes
 from ..kernels.sizes import size_hint, symbolic
-from .backend import Backend
+from .backend import Backend, rows_to_compute
 from .float16 import RowFactors, times
-from .packing import ComputedRows
+from .packing import ComputedRows, whole_chunk
 from .products import OutOfPlace, Visit, accumulator_of_weight, concatenated
 from .sizes import rows_of_chunk
 
@@ -52,18 +52,18 @@ class ExportedProducts(Functional):
             raise NotImplementedError(
                 f"products={chunking.products!r} cannot be exported: core aten has no such products"
             )
-        self.input, self.head, self.bias, self.mask, self.dtype = input, head, bias, mask, chunking.logits_dtype
+        self.rows, self.input, self.head, self.bias, self.mask = rows, input, head, bias, mask
+        self.dtype = chunking.logits_dtype
         self.sum_dtype = accumulator_of_weight(input.dtype, accumulate_dtype)
         self.padding, self.other_heads = padding, other_heads
         self.factors: RowFactors | None = None
         self.grad_dtype = None if self.dtype in (None, input.dtype) else input.dtype
-        number = input.shape[0]
+        number = rows.number
         self.starts: Sequence[int] = (0,)
         self.size = number
         if not (symbolic(number) or symbolic(chunking.chunk_rows)):
-            self.size = rows_of_chunk(
-                number, input, size_hint(head.shape[0]), False, chunking.chunk_rows, chunking.logits_dtype
-            )
+            chunk_rows = rows.size or chunking.chunk_rows
+            self.size = rows_of_chunk(number, input, size_hint(head.shape[0]), False, chunk_rows, chunking.logits_dtype)
             self.starts = range(0, max(number, 1), self.size)
         self.grads: list[list[Tensor]] = [[], [], []]
 
@@ -77,12 +77,15 @@ class ExportedProducts(Functional):
         for start in self.starts:
             parts = [None if value is None else self._part(value, start) for value in values]
             heads = (self, *self.other_heads)
-            logits = [logits_of(self._part(head.input, start), head.head, head.bias, head.dtype) for head in heads]
+            inputs = [self._part(head.input, start) for head in heads]
+            if self.rows.size is not None:
+                inputs = [whole_chunk(part, min(self.size, self.rows.number - start)) for part in inputs]
+            logits = [logits_of(x, head.head, head.bias, head.dtype) for x, head in zip(inputs, heads, strict=True)]
             results = visit(*logits, *parts)
             if gradient:
                 *results, grad_logits = results
                 shares = None if factors is None else self._part(factors.shares, start)
-                self._add(self._part(self.input, start), grad_logits.to(self.input.dtype), shares)
+                self._add(inputs[0], grad_logits.to(self.input.dtype), shares)
             statistics.append(results)
         return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
@@ -97,7 +100,7 @@ class ExportedProducts(Functional):
 
     def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
-        grad_input = concatenated(self.grads[0]).view(shape) if self.grads[0] else none
+        grad_input = self.rows.unpack_rows(concatenated(self.grads[0])).view(shape) if self.grads[0] else none
         weight, bias = (
             sum(parts[1:], parts[0]) if parts else none.to(t) for parts, t in zip(self.grads[1:], dtypes, strict=True)
         )
@@ -106,7 +109,7 @@ class ExportedProducts(Functional):
             bias = torch.nn.functional.pad(bias, (0, self.padding)) if self.mask[2] else bias
         if self.factors is not None:
             if self.mask[0]:
-                factors = self.factors.rows.view(*shape[:-1], 1)
+                factors = self.rows.unpack(self.factors.rows, 0).view(*shape[:-1], 1)
                 grad_input = (grad_input * factors).to(grad_input.dtype)
             weight, bias = (reference.scaled_grad(grad, self.factors.largest) for grad in (weight, bias))
         return grad_input, weight, bias
@@ -131,4 +134,15 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     return reference.scaled_grad(grad, factor).contiguous()
 
 
-EXPORTED = Backend(ExportedProducts, lambda target, *_: ComputedRows(target))
+def _rows_to_compute(
+    target: Tensor, ignore_index: int, chunking: Chunking, *heads: tuple[Tensor, Tensor]
+) -> ComputedRows:
+    if chunking.batch_invariant and symbolic(target.numel()):
+        raise NotImplementedError(
+            "batch_invariant=True of a dynamic number of rows cannot be exported to core aten, which has no loop over "
+            "chunks of one shape: export a fixed number of rows, or keep the operators"
+        )
+    return rows_to_compute(target, ignore_index, chunking._replace(skip_ignored=False), *heads)
+
+
+EXPORTED = Backend(ExportedProducts, _rows_to_compute)

@@ -95,7 +95,7 @@ def statistics(
         _, lse, entropy = statistics_of_rows(logits, ids, with_entropy, options=options)
         return at_ids, masked.lse(lse, logits.shape[-1], options), entropy
 
-    computed = products.run(visit, rows.pack_rows(ids))
+    computed = products.run(visit, rows.pack_classes(ids))
     ignored = options.ignore_index if chunking.skip_ignored else None
     return tuple(unpack_statistics(rows, computed, (0.0, math.inf, 0.0 if with_entropy else None), target, ignored))
 
@@ -126,7 +126,7 @@ def gradients(
         rows.pack_rows(grad_ids.to(lse.dtype)),
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
-    values = [None if value is None else rows.pack_rows(value) for value in (ids, at_ids, lse, entropy)]
+    values = [None if value is None else rows.pack_rows(value) for value in (at_ids, lse, entropy)]
     factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
@@ -140,7 +140,7 @@ def gradients(
         return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
 
     if any(output_mask):
-        products.run(visit, *row_grads, *values, gradient=True, factors=factors)
+        products.run(visit, *row_grads, rows.pack_classes(ids), *values, gradient=True, factors=factors)
     return in_dtype(products.gradients(input.shape), input.dtype)
 
 
@@ -181,6 +181,7 @@ def with_grad(
         column_args = (ids, at_ids, grad_ids, grad_target, lse)
         return at_ids, lse, products.write_columns(grad_logits, products.grad_dtype, *column_args, options=options)
 
-    computed = products.run(visit, rows.pack_rows(ids), rows.indices(), grad_ids, grad_lse_squares, gradient=True)
+    indices = (rows.pack_classes(ids), rows.indices())
+    computed = products.run(visit, *indices, grad_ids, grad_lse_squares, gradient=True)
     values = unpack_statistics(rows, computed, (0.0, math.inf), target, None)
     return *values, *products.gradients(input.shape)

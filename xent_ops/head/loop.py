@@ -28,9 +28,10 @@ from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
 from ..kernels.reference import columns_of
 from . import shard
 from .chunks import as_rows
+from .packing import as_index, filled_up, whole_chunk
 from .products import accumulator_of_weight, concatenated, head_gradients
 from .shard import RowStatistics
-from .sizes import rows_of_chunk
+from .sizes import rows_of_chunk, rows_of_one_shape
 
 _ops = torch.ops.xent
 
@@ -91,10 +92,11 @@ class RowRange(NamedTuple):
     stop: int
     target: Tensor  # (n,)
     ids: Tensor | None = None  # (n, K)
+    added: int = 0  # rows that fill up each rank's part
 
-    def of(self, values: Tensor) -> Tensor:
+    def of(self, values: Tensor, fill: int = 0) -> Tensor:
         """(ranks, N, ...) to (n, ...)."""
-        return values[:, self.start : self.stop].flatten(0, 1)
+        return filled_up(values[:, self.start : self.stop], self.added, fill, dim=1).flatten(0, 1)
 
 
 ChunkLogits = tuple[Tensor, ...]  # one tensor per head; a chunk keeps them from its first product to its last
@@ -205,7 +207,7 @@ def gradients(
 ) -> Gradients:
     """The gradients of all rows. ``upstream`` sees each chunk's statistics once, in the order of the rows."""
     steps = _CrossEntropy(head, loss, upstream, ranks, with_entropy, mask_ids)
-    return run_loop(steps, (input,), target, head, ranks, output_mask, **loop_options)
+    return run_loop(steps, (input,), target, head, ranks, output_mask, loss.row_options.ignore_index, **loop_options)
 
 
 class _PendingChunk(NamedTuple):
@@ -225,6 +227,7 @@ def run_loop(
     head: HeadSlice,
     ranks: OneRank,
     output_mask: Sequence[bool],  # the gradients that are wanted
+    ignore_index: int,
     *,
     count: Tensor | None = None,  # (): the number of counted rows, which come first
     scattered: bool = False,  # the inputs have this rank's part of the rows
@@ -234,8 +237,12 @@ def run_loop(
     """The loop over chunks."""
     input, parts = inputs[0], ranks.world if scattered else 1
     flat, targets = [as_rows(rows.detach()) for rows in inputs], target.reshape(parts, -1)
-    ends = _ends(targets.shape[1], parts, flat[0], head, ranks.world)
+    number = targets.shape[1]
+    ends, size = _ends(number, parts, flat[0], head, ranks.world)
     chunk_inputs = [[rows[start:end] for rows in flat] for start, end in itertools.pairwise(ends)]
+    if size is not None:  # batch_invariant=True
+        chunk_inputs = [[whole_chunk(part, size) for part in inputs_of_one] for inputs_of_one in chunk_inputs]
+        targets, ids = as_index(targets), None if ids is None else as_index(ids)
     if scattered:
         chunk_inputs = [[ranks.gather(part.contiguous()) for part in inputs_of_one] for inputs_of_one in chunk_inputs]
 
@@ -247,9 +254,9 @@ def run_loop(
     def begin(i: int, after: Tensor | None) -> _PendingChunk:
         inputs_of_chunk = [ranks.wait(part) for part in chunk_inputs[i]] if scattered else chunk_inputs[i]
         start, stop = ends[i], ends[i + 1]
-        part = RowRange(start, stop, targets[:, start:stop].reshape(-1))
-        if ids is not None:
-            part = part._replace(ids=part.of(ids))
+        part = RowRange(start, stop, target, added=0 if size is None else size - (stop - start))
+        part = part._replace(target=part.of(targets, ignore_index))
+        part = part if ids is None else part._replace(ids=part.of(ids, ignore_index))
         statistics, logits = steps.begin(inputs_of_chunk, part, counts[i], after)
         return _PendingChunk(inputs_of_chunk[0], part, logits, statistics, ranks.gather(statistics))
 
@@ -283,21 +290,25 @@ def run_loop(
     total = input.new_empty(0)
     if output_mask[0]:
         parts_of_total = [ranks.wait(part) for part in grad_inputs] if sum_over_ranks else grad_inputs
-        total = concatenated(parts_of_total).view(input.shape)
+        total = concatenated(parts_of_total)
+        total = (total if size is None else total[:number]).view(input.shape)
     return Gradients(total, grad_weight, grad_bias)
 
 
-def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) -> list[int]:
-    """The ends of the chunks, as even as possible. They depend only on values that all ranks share.
+def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) -> tuple[list[int], int | None]:
+    """(the ends of the chunks, as even as possible; with batch_invariant the rows of each chunk of a part, else None).
 
-    Small local logits are one chunk. All local logits at once, unfused, would be 2 % faster (two H200s,
-    8192 x 4096 x 32064; docs/lab/2026-11-linear.md).
+    They depend only on values that all ranks share. Small local logits are one chunk. All local logits at once,
+    unfused, would be 2 % faster (two H200s, 8192 x 4096 x 32064; docs/lab/2026-11-linear.md).
     """
     num_classes = head.weight.shape[0] if head.shard_range[1] is None else head.shard_range[1]
     share, chunking = -(-num_classes // world), head.chunking
+    if chunking.batch_invariant:
+        size = max(rows_of_one_shape(rows, share, chunking.chunk_rows, chunking.logits_dtype) // parts, 1)
+        return [*range(0, max(number, 1), size), number], size
     size = rows_of_chunk(parts * number, rows, share, False, chunking.chunk_rows, chunking.logits_dtype)
     count = max(-(-(parts * number) // size), 1)
-    return [number * i // count for i in range(count + 1)]
+    return [number * i // count for i in range(count + 1)], None
 
 
 def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:

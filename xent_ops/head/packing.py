@@ -1,4 +1,4 @@
-"""Chooses the rows that a linear cross entropy computes: all rows, or the counted rows packed to the front.
+"""Chooses the rows that a linear cross entropy computes: all, all and padding, or the counted ones packed to the front.
 
 The host must know the number of computed rows. A CPU computes the counted rows only. On a GPU, reading their number
 would synchronise. So all rows are kept, counted rows first, and products.py reads the number on the device.
@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..kernels.reference import is_counted
 
 
 class ComputedRows:
     """All rows, (N,). Chunks cover the first ``number`` of them."""
+
+    size: int | None = None  # the rows of every chunk. None: Products choose it
 
     def __init__(self, target: Tensor) -> None:
         self.target, self.dims = target.reshape(-1), target.dim()
@@ -41,6 +44,10 @@ class ComputedRows:
         """(number, *) to (N, *), with ``fill`` in rows that no chunk covers."""
         return rows
 
+    def pack_classes(self, classes: Tensor) -> Tensor:
+        """``pack_rows`` of class indices."""
+        return self.pack_rows(classes)
+
     def indices(self) -> Tensor:
         """The targets, (number,)."""
         return self.pack(self.target)
@@ -48,6 +55,60 @@ class ComputedRows:
     def select(self, input: Tensor, chunk: slice) -> Tensor:
         """The rows of a chunk of input (N, H)."""
         return input[chunk]
+
+
+class PaddedRows(ComputedRows):
+    """All rows, and ignored rows of zeros that fill up the last chunk: ``batch_invariant=True``.
+
+    cuBLAS and oneDNN choose a kernel, and with it the order in which numbers are added up, by the shape of a product.
+    So all chunks have ``size`` rows, for any number of rows. The library must still give a row the same bits at every
+    place in a chunk. The doctor checks that.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int, size: int) -> None:
+        super().__init__(target)
+        self.size, self.ignore_index, self.added = size, ignore_index, -self.number % size
+        self.number += self.added
+
+    def pack(self, values: Tensor) -> Tensor:
+        return filled_up(super().pack(values), self.added)
+
+    def unpack(self, values: Tensor, fill: float) -> Tensor:
+        return self.unpack_rows(values)
+
+    def pack_rows(self, values: Tensor) -> Tensor:
+        return filled_up(super().pack_rows(values), self.added)
+
+    def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        return rows[: self.target.shape[0]]
+
+    def pack_classes(self, classes: Tensor) -> Tensor:
+        return filled_up(super().pack_rows(as_index(classes)), self.added, self.ignore_index)
+
+    def indices(self) -> Tensor:
+        return filled_up(as_index(self.target), self.added, self.ignore_index)
+
+    def select(self, input: Tensor, chunk: slice) -> Tensor:
+        return whole_chunk(input[chunk], chunk.stop - chunk.start)
+
+
+def as_index(classes: Tensor) -> Tensor:
+    """In a dtype that holds an ignore_index of -100. uint8 does not."""
+    return classes.to(torch.int64)
+
+
+def filled_up(values: Tensor, added: int, fill: float = 0.0, dim: int = 0) -> Tensor:
+    """The values with ``added`` places more at the end of this dimension."""
+    return values if added == 0 else pad(values, (*(0, 0) * (values.dim() - 1 - dim), 0, added), value=fill)
+
+
+def whole_chunk(rows: Tensor, size: int) -> Tensor:
+    """(n, H) to (size, H), with zeros. The result is contiguous and starts at a multiple of 16 bytes."""
+    if rows.shape[0] != size:
+        return filled_up(rows, size - rows.shape[0])
+    rows = rows.contiguous()
+    has_memory = type(rows) is Tensor and not torch.compiler.is_compiling()
+    return rows.clone() if has_memory and rows.data_ptr() % 16 else rows
 
 
 class PackedRows(ComputedRows):

@@ -95,8 +95,9 @@ class Products(InPlace):
         self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
         self.mask, sum_dtype = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
-        new = input.new_zeros if isinstance(rows, PackedRows) else input.new_empty
-        self.input = new(input.shape if output_mask[0] else 0)
+        packed = isinstance(rows, PackedRows)
+        new = input.new_zeros if packed else input.new_empty
+        self.input = new((input.shape[0] if packed else rows.number, input.shape[1]) if output_mask[0] else 0)
         classes, features = linear_weight.shape
         shape = (classes + padding, features)
         self.padded_weight, self.padded_bias = self._gradient_memory(shape, sum_dtype)
@@ -105,7 +106,8 @@ class Products(InPlace):
             self.weight, self.bias = self.weight[:classes], self.bias[:classes]
             zero_behind(self.padded_weight, self.padded_bias, classes)
         wider = output_mask[1] and sum_dtype != input.dtype
-        self.size = self._rows_of_chunk(size_hint(rows.number), size_hint(classes), wider, chunking.chunk_rows)
+        chunk_rows = rows.size or chunking.chunk_rows
+        self.size = self._rows_of_chunk(size_hint(rows.number), size_hint(classes), wider, chunk_rows)
         self.kernels = rows.kernels if isinstance(rows, PackedRows) else None
         if self.kernels is not None:
             assert isinstance(rows, PackedRows) and rows.count is not None
@@ -166,6 +168,8 @@ class Products(InPlace):
 
     def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes."""
+        if self.rows.size is not None:
+            self.input = self.rows.unpack_rows(self.input)
         if self.factors is not None:
             if self.mask[0]:
                 self.input.mul_(self.rows.unpack(self.factors.rows, 0).unsqueeze(1))

@@ -65,9 +65,11 @@ def rows_of_chunk(
     return evenly(number, rows)
 
 
-def rows_of_one_shape(input: Tensor, classes: int, logits_dtype: torch.dtype | None = None) -> int:
+def rows_of_one_shape(
+    input: Tensor, classes: int, chunk_rows: int | None, logits_dtype: torch.dtype | None = None
+) -> int:
     """The rows of every chunk, for any number of rows and any wanted gradients."""
-    return _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
+    return chunk_rows or _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
 
 
 def _least_rows(input: Tensor) -> int:

@@ -107,13 +107,11 @@ class Chunking(NamedTuple):
     skip_ignored: bool = False
     logits_dtype: torch.dtype | None = None  # None: the input's dtype
     products: str | None = None
-    batch_invariant: bool = False  # the rows are padded before an operator gets them: one_shape.py
+    batch_invariant: bool = False  # all chunks have one shape
 
     def keywords(self) -> dict[str, Any]:
         """The keywords of an operator."""
-        keywords = self._asdict()
-        del keywords["batch_invariant"]
-        return keywords
+        return self._asdict()
 
 
 DEFAULT_CHUNKING = Chunking()

@@ -231,12 +231,8 @@ def chunks(
             raise TypeError(f"{name} must be a torch.dtype or None, got {repr_for_message(dtype)}")
     boolean("skip_ignored", skip_ignored)
     checks.head_products(products)
-    if boolean("batch_invariant", batch_invariant) and products is not None:
-        raise ValueError(
-            f"batch_invariant=True takes 16-bit products, got products={products!r}: 8-bit numbers are "
-            "scaled by the largest number of all rows"
-        )
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
+    skip_ignored = skip_ignored and not boolean("batch_invariant", batch_invariant)
     return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
 

@@ -262,6 +262,30 @@ def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> No
         raise RuntimeError(f"{what} is not to be had on this device: {reason}")
 
 
+def one_shape(products: str | None, input: Tensor) -> None:
+    """Check ``batch_invariant=True`` of a head."""
+    if products is not None:
+        raise ValueError(
+            f"batch_invariant=True takes 16-bit products, got products={products!r}: 8-bit numbers are "
+            "scaled by the largest number of all rows"
+        )
+    if input.dtype == torch.float64 and input.shape[-1] % 2 == 1:
+        raise NotImplementedError(
+            f"batch_invariant=True takes no float64 with an odd number of features, here {input.shape[-1]}: the bits "
+            "that MKL's products give a row depend on its place"
+        )
+
+
+def scaled_by_rows(batch_invariant: bool, input: Tensor, *weights: Tensor | None) -> None:
+    """Refuse gradients of a mean or a sum whose scale is the largest weight of all rows (head/float16.py)."""
+    if batch_invariant and input.dtype == torch.float16 and any(weight is not None for weight in weights):
+        raise NotImplementedError(
+            "batch_invariant=True takes no float16 gradients of a mean or a sum with weights of tokens or classes, "
+            'because they are scaled by the largest weight of all rows: use reduction="none", bfloat16 or float32, '
+            "or call it in torch.no_grad()"
+        )
+
+
 def chunk_rows(number: int | None) -> None:
     if number is None or (type(number) is int and number >= 1):
         return

@@ -1,7 +1,8 @@
 """The floating-point operations of operators with products, for torch.utils.flop_counter.
 
 A product of (n, H) and (H, V) counts 2 n H V. Nothing else counts, the same as for nn.Linear and F.cross_entropy. All
-rows count, because only the device knows the number of rows that ``skip_ignored`` leaves out.
+rows count, because only the device knows the number of rows that ``skip_ignored`` leaves out. Rows that fill up a chunk
+of ``batch_invariant`` count too.
 
 Importing torch.utils.flop_counter imports Triton (0.1 s). So the formulas are registered once other code imports it.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..head.sizes import rows_of_one_shape
 from ..kernels.reference import columns_of
 from .contract import Call
 from .library import OPERATORS
@@ -28,10 +30,12 @@ _MODULE = "torch.utils.flop_counter"
 def _product(call: Call) -> int:
     """One product with the head, for the classes of a slice or the rows of a chunk."""
     classes, features = call.linear_weight.shape
-    rows = call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1]
+    rows = math.prod(call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1])
     if hasattr(call, "class_start"):
         classes = columns_of(classes, call.class_start, call.num_classes)
-    return 2 * math.prod(rows) * features * classes
+    if getattr(call, "batch_invariant", False):
+        rows += -rows % rows_of_one_shape(call.input, classes, call.chunk_rows, call.logits_dtype)
+    return 2 * rows * features * classes
 
 
 def _teacher_product(call: Call) -> int:

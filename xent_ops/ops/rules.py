@@ -71,10 +71,19 @@ def _products(call: Call) -> None:
         checks.multiplied(call.products, call.input, call.linear_weight)
 
 
+def _batch_invariant(call: Call) -> None:
+    if hasattr(call, "linear_weight"):
+        checks.one_shape(call.products, call.input)
+        if hasattr(call, "reduction"):  # the gradients are made with the loss
+            checks.scaled_by_rows(True, call.input, call.weight, call.token_weight)
+
+
 def chunking(call: Call) -> None:
     """Check the options of chunks and sums."""
     for name in ("accumulate_dtype", "logits_dtype", "products", "chunk_rows"):
         BY_NAME[name](call)
+    if call.batch_invariant:
+        _batch_invariant(call)
 
 
 def _temperature(call: Call) -> None:
@@ -166,6 +175,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("logits_dtype",), lambda call: checks.wider("logits_dtype", call.logits_dtype, call.input), ""),
     (("products",), _products, ""),
     (("chunk_rows",), lambda call: checks.chunk_rows(call.chunk_rows), ""),
+    (("batch_invariant",), _batch_invariant, ""),
     (("label_smoothing",), _label_smoothing, ""),
     (("softcap",), lambda call: checks.softcap(call.softcap, call.primary.dtype), "temperature"),
     (("logit_scale",), lambda call: checks.logit_scale(call.logit_scale, call.primary.dtype), "temperature"),

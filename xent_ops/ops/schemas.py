@@ -28,7 +28,7 @@ OUTPUT_MASK = "bool[3] output_mask=[True, True, True]"
 ACCUMULATE = "ScalarType? accumulate_dtype=None"
 LOGITS_DTYPE = "ScalarType? logits_dtype=None"
 CHUNKS = "SymInt? chunk_rows=None, bool skip_ignored=False"
-CHUNKING = f"{CHUNKS}, {LOGITS_DTYPE}, str? products=None"
+CHUNKING = f"{CHUNKS}, {LOGITS_DTYPE}, str? products=None, {BATCH_INVARIANT}"
 # A 16-bit gradient for float32 logits. The in-place form writes it to the front of each row.
 GRAD_DTYPE = "ScalarType? grad_dtype=None"
 COUNT = "Tensor? count=None"  # (), the number of counted rows of a chunk; ignored rows follow them

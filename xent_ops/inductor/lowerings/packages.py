@@ -107,6 +107,11 @@ def refuse(name: str, args: list[Any], options: dict[str, Any]) -> None:
         "with skip_ignored": options.get("skip_ignored"),
         "with products of 8-bit numbers": options.get("products"),
         "with a dynamic number of classes": any(map(symbolic, classes)),
+        "with batch_invariant and a dynamic number of rows, which needs a loop over chunks of one shape": (
+            "linear_weight" in named_args
+            and options.get("batch_invariant")
+            and any(symbolic(size) for tensor in tensors for size in tensor.shape)
+        ),
         "with a number of rows that depends on data, as that of logits[target != ignore_index] does; hand over all "
         "rows: ignored ones are left out of the loss": free_unbacked_symbols(tensors),
         "traced without rows, for which nothing is launched: trace with a usual number of them": any(

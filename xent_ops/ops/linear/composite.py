@@ -78,6 +78,7 @@ def linear_cross_entropy(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     products: str | None = None,
+    batch_invariant: bool = False,
     **options: Any,
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
@@ -86,7 +87,7 @@ def linear_cross_entropy(
     checks.reduced_by(divisor, input, reduction)
     row_checks.token_weight(token_weight, target)
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
-    chunking = Chunking(chunk_rows, skip_ignored, logits_dtype, products).keywords()
+    chunking = Chunking(chunk_rows, skip_ignored, logits_dtype, products, batch_invariant).keywords()
     head = (input, linear_weight, target, linear_bias, weight)
     return loss_of_head(*head, divisor, token_weight, accumulate_dtype, chunking, loss)
 
