@@ -129,7 +129,9 @@ def test_gradcheck_of_the_other_outputs(x, head, target):
         return tuple(xent_ops.linear_token_log_probs(x, head, target, chunk_rows=3, softcap=5.0, logit_scale=0.5))
 
     for function in (outputs, of_rows, log_probs):
-        assert torch.autograd.gradcheck(function, inputs) and torch.autograd.gradgradcheck(function, inputs)
+        # A second backward through one pass computes the logits again, with the rounded lse: last bits differ.
+        assert torch.autograd.gradcheck(function, inputs, nondet_tol=1e-14)
+        assert torch.autograd.gradgradcheck(function, inputs)
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 4])

@@ -11,7 +11,7 @@ Signature = tuple[Any, ...]
 
 
 def call_signature(args: tuple[Any, ...], options: dict[str, Any]) -> Signature:
-    """Everything that launches and checks depend on: no numbers in tensors, of an address its offset modulo 16 bytes."""
+    """What launches and checks depend on: no numbers in tensors, and of an address only its offset modulo 16 bytes."""
     return (
         *[
             (arg.shape, arg.stride(), arg.dtype, arg.device, arg.data_ptr() % 16)
