@@ -7,7 +7,9 @@ import torch
 from helpers.graphs import CompileCounterWithBackend
 
 import xent_ops
+from xent_ops.head import loop
 from xent_ops.head.sizes import rows_of_chunk
+from xent_ops.kernels.options import Chunking
 
 GIB = 2**30
 N = 1 << 20  # many rows, of which a chunk takes as many as it wants
@@ -65,6 +67,19 @@ def test_no_default_takes_more_than_a_gibibyte():
 def test_a_number_of_the_caller_s_counts():
     input = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(N, 64)
     assert rows_of_chunk(N, input, 10_000_000, False, 4096) == 4096
+
+
+@pytest.mark.parametrize(
+    "rows, world, chunk_rows, chunks",
+    [(8192, 4, None, 1), (8192, 4, 4096, 2), (16384, 4, None, 4), (8192, 1, None, 4), (4096, 1, None, 2)],
+)
+def test_ranks_hold_two_chunks_so_two_are_one(rows, world, chunk_rows, chunks):
+    """Over ranks the next chunk's product runs before a chunk's gradient."""
+    input = torch.empty(rows, 4096, device="meta", dtype=torch.bfloat16)
+    weight = torch.empty(128256 // world, 4096, device="meta", dtype=torch.bfloat16)
+    head = loop.HeadSlice(weight, None, None, (0, 128256), chunking=Chunking(chunk_rows))
+    ends, _ = loop._ends(rows, 1, input, head, world)
+    assert ends[0] == 0 and ends[-1] == rows and len(ends) == chunks + 1
 
 
 def test_symbolic_sizes_stay_symbolic():

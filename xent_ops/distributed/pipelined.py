@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..head import chunks, float16, loop
 from ..head.loop import HeadSlice, OneRank, RowGradients, RowRange
+from ..head.products import concatenated
 from ..head.shard import RowStatistics
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
@@ -90,7 +91,8 @@ def loss(
 
     loop_args = (input, target, head, options, upstream, Collectives(ranks), loop.wanted_gradients(input, head))
     gradients = loop.gradients(*loop_args, scattered=scattered, sum_over_ranks=sum_grad_input)
-    row_loss, lse, target_weight, targets, *weights = (torch.cat(values) for values in zip(*chunk_values, strict=True))
+    columns = zip(*chunk_values, strict=True)
+    row_loss, lse, target_weight, targets, *weights = (concatenated(values) for values in columns)
     value = reduced(RowValues(row_loss, lse, target_weight), targets, options, divisor, *weights)
     return loop.value(value, input, head, gradients, product_divisor)
 
