@@ -9,13 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.graphs import AotEagerAndRecordGraphs, Partitioned
-from linear_parallel_cases import H, head_of, leaves
+from linear_parallel_cases import H, classes_of, head_of, leaves
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from vocab_parallel_cases import V, same_bits_everywhere, split
 
 import xent_ops
-from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+from xent_ops.distributed import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_linear_distillation_loss,
+    vocab_parallel_linear_token_log_probs,
+    vocab_parallel_linear_token_loss,
+)
 from xent_ops.inductor.lowerings import save
 
 
@@ -80,6 +86,30 @@ def pipeline_equal_to_eager(device):
             results.append((loss.detach(), *torch.autograd.grad(loss * 3, (x, head, bias))))
         torch.testing.assert_close(*results, rtol=2e-5 if dtype == torch.float32 else 2e-3, atol=1e-6)
         same_bits_everywhere(results[1][0])
+
+
+def empty_shards(device):
+    """The first rank has no class. The checks compare numbers of rows that are symbols, where no tensor fixes them."""
+    x, head, _, target = leaves(device, *head_of(torch.float32, (6,)), kind="empty")
+    ids, shard = torch.stack([target, target.clamp(min=1) - 1], -1), classes_of("empty")
+    tail = {"target_probs": torch.full(ids.shape, 0.4, device=device), "tail": True}
+    for function in (
+        lambda h, w, t: vocab_parallel_cross_entropy(h @ w.t(), t, **shard),
+        lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, **shard),
+        lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, reduction="none", **shard).sum(),
+        lambda h, w, _: vocab_parallel_linear_cross_entropy(h, w, ids, **tail, **shard),
+        lambda h, w, t: vocab_parallel_linear_token_log_probs(h, w, t, **shard).log_probs.sum(),
+        lambda h, w, t: vocab_parallel_linear_token_loss(h, w, t, lambda stats: stats.lse.square(), **shard),
+        lambda h, w, _: vocab_parallel_linear_distillation_loss(h, w, h.detach(), -w.detach(), **shard),
+    ):
+        wanted = torch.autograd.grad(function(x, head, target), (x, head))
+        torch.compiler.reset()
+        rows = [x.detach().clone().requires_grad_(), target.clone()]
+        if "ids" not in function.__code__.co_freevars:
+            for tensor in rows:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        loss = torch.compile(function, fullgraph=True, backend="aot_eager")(rows[0], head, rows[1])
+        torch.testing.assert_close(torch.autograd.grad(loss, (rows[0], head)), wanted)
 
 
 def called(code):

@@ -84,6 +84,7 @@ def test_compiled(pool, device, world, backend):
 
 @each(
     compiled.graph,
+    compiled.empty_shards,
     distillation.graph,
     pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
     pytest.param(distillation.inductor, marks=pytest.mark.slow),

@@ -25,7 +25,22 @@ def _raise_value(condition: Any, message: Callable[[], str]) -> None:
         raise ValueError(message())
 
 
-check_value = private("torch._check_value", _raise_value, "a size that depends on data cannot be compiled")
+_check_value = private("torch._check_value", _raise_value, "a size that depends on data cannot be compiled")
+
+
+def check_value(condition: Any, message: Callable[..., str]) -> None:
+    """Raise ValueError(message()) unless the condition holds."""
+    if condition is True:
+        return
+    if not torch.compiler.is_dynamo_compiling():
+        return _check_value(condition, message)
+    # Dynamo's _check_value takes messages of constants alone. A size that depends on data is checked by the operators.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if not guard_or_true(condition):
+        raise ValueError(message())
+
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
 DIVISORS = (*FLOATS, torch.int64)
