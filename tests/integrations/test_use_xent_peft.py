@@ -63,8 +63,14 @@ def test_lora_below_a_softcap():
     compare(adapted("Gemma2"))
 
 
-def test_lora_with_biases():
-    compare(adapted("Phi", lora_bias=True, target_modules=["q_proj", "lm_head"]))
+@pytest.mark.parametrize("name", ["Phi", "Llama"])  # with a bias of the head, and without one
+def test_lora_with_biases(name):
+    model = adapted(name, lora_bias=True)
+    compare(model)
+    remove_xent(model)
+    model.add_adapter("other", peft.LoraConfig(lora_bias=True, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "other"])
+    compare(model, adapters=("default", "other"))
 
 
 def test_dropout_draws_the_same_mask():

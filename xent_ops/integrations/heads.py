@@ -38,7 +38,8 @@ def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Te
         inputs.append((down(dropped) * scaling).to(hidden.dtype))
         weights.append(up.weight.to(base.weight.dtype))
         if up.bias is not None:
-            bias = bias + (up.bias * scaling).to(bias.dtype)
+            up_bias = (up.bias * scaling).to(base.weight.dtype)
+            bias = up_bias if bias is None else bias + up_bias
     if len(inputs) == 1:
         return hidden, base.weight, bias
     # W + s B A, as further columns of W. A sum in bfloat16 would round the delta to W's last bit, and lose a small one.
