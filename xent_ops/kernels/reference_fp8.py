@@ -149,7 +149,7 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
     Below 2^-6 the numbers of e4m3 are as far apart as between 2^-6 and 2^-5: there 2^-6 is added before the rounding.
     """
     size = values.abs()
-    higher = torch.where(size < LEAST_NORMAL, LEAST_NORMAL, 0.0)
+    higher = (size < LEAST_NORMAL).to(size.dtype) * LEAST_NORMAL
     cut = (((size + higher).view(torch.int32) + bits) & -(2**20)).view(torch.float32) - higher
     return torch.where(values.isnan(), values, torch.copysign(cut.clamp_max(LARGEST), values))
 
