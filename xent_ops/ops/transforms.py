@@ -72,8 +72,8 @@ def is_exported() -> bool:
 
 
 def active() -> bool:
-    """In eager, is this call inside a functorch transform or a level of forward-mode AD?"""
-    return not torch.compiler.is_compiling() and (functorch_is_active() or dual_level())
+    """Is this call inside a functorch transform, or in eager inside a level of forward-mode AD?"""
+    return functorch_is_active() or (not torch.compiler.is_compiling() and dual_level())
 
 
 def forward_mode() -> bool:
@@ -97,5 +97,5 @@ def refuse(name: str) -> None:
     if active():
         raise NotImplementedError(
             f"{name} inside a functorch transform (torch.func) or forward-mode AD is not supported; "
-            "xent_ops.cross_entropy is"
+            "xent_ops.cross_entropy and xent_ops.linear_cross_entropy are"
         )
