@@ -99,7 +99,7 @@ def label_smoothing(value: float) -> None:
 def softcap(value: float | None, logits_dtype: torch.dtype) -> None:
     if value is None:
         return
-    if not (value >= 2.0**-126 and math.isfinite(value)):
+    if not 2.0**-126 <= value < math.inf:
         raise ValueError(
             f"softcap must be a finite number above 0, or None for no cap, got {value} (the least is 2**-126, "
             "the smallest normal float32)"
@@ -108,7 +108,7 @@ def softcap(value: float | None, logits_dtype: torch.dtype) -> None:
 
 
 def logit_scale(value: float, logits_dtype: torch.dtype) -> None:
-    if not math.isfinite(value):
+    if not abs(value) < math.inf:
         raise ValueError(f"logit_scale must be finite, got {value}")
     if value == 0.0:
         raise ValueError(f"logit_scale must not be 0, which makes all classes equally likely, got {value}")
