@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.message_values import repr_for_message, type_name
 from .outputs import TokenLogProbs, log_probs_of_ids
+from .token_probe import FieldRecorder, host_reads_refused, is_learned_elsewhere
 
 Function = Callable[..., Tensor]
 """``fn(stats, *rows)``: stats is a TokenLogProbs of n tokens; returns (n,)."""
@@ -40,6 +41,7 @@ class TokenFunction:
 
     ``rows`` are tensors (target's shape, *). If a token has several classes, ``ids``, they are the last of the rows.
     With ``mask_ids`` the function gets x of the ids as log_probs, and the lse of all other classes as lse.
+    If one of ``learned``, the head's tensors, requires grad, its value must too.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class TokenFunction:
         dtype: torch.dtype,
         ids: Tensor | None = None,
         mask_ids: bool = False,
+        learned: Sequence[Tensor | None] = (),
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function of (stats, *rows), got {type_name(fn)}")
@@ -60,25 +63,46 @@ class TokenFunction:
             self.rows.append(ids)
         self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
         self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # per token
-        self.reads_entropy = self._probe(target)
+        self.reads_entropy = self._probe(target, learned)
 
     def agreed(self) -> _Agreed:
         return _Agreed(self.rows, self.reads_entropy)
 
-    def _probe(self, target: Tensor) -> bool:
-        zeros = target.new_zeros(_PROBED, dtype=self.dtype)
-        rows = [row.new_zeros((_PROBED, *shape)) for row, shape in zip(self.rows, self._token_shapes, strict=True)]
-        stats = _FieldRecorder(zeros, rows.pop().to(self.dtype) if self.several else zeros)
+    def _probe(self, target: Tensor, learned: Sequence[Tensor | None]) -> bool:
+        leaves = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
+        wants_grad, traced = torch.is_grad_enabled() and bool(leaves), transforms.is_traced()
+        zeros = target.new_zeros(_PROBED, dtype=self.dtype, requires_grad=wants_grad and not traced)
         # Setting a gradient mode would leave an empty submodule in an exported program, which could then not be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
-            self._check_value(self._call_on_zeros(stats, rows), _PROBED, target)
+            stats, value = self._call_on_zeros(zeros, target)
+            if value.requires_grad if traced else is_learned_elsewhere(value, zeros):
+                raise RuntimeError(
+                    "fn closes over a tensor that requires grad, whose gradient would be lost: detach it. Where it "
+                    f"should be learned, {_INSTEAD}"
+                )
+            if wants_grad and traced:  # Dynamo knows neither leaves nor the graph of a value
+                value = self._call_on_zeros(zeros + leaves[0][..., :0].sum().to(self.dtype), target)[1]
+        if wants_grad and not value.requires_grad:
+            raise RuntimeError(
+                "fn returned a tensor that needs no grad, so all gradients would be zero: it must depend on "
+                "stats.log_probs, stats.lse or stats.entropy, not detached. For its value alone, use torch.no_grad()"
+            )
         return stats.entropy_was_read
 
-    def _call_on_zeros(self, stats: _FieldRecorder, rows: list[Tensor]) -> Any:
+    def _call_on_zeros(self, zeros: Tensor, target: Tensor) -> tuple[FieldRecorder, Tensor]:
+        shapes = self._token_shapes[:-1] if self.several else self._token_shapes
+        rows = [row.new_zeros((_PROBED, *shape)) for row, shape in zip(self.rows, shapes, strict=False)]
+        stats = FieldRecorder(zeros, zeros.unsqueeze(-1).repeat(1, *self._token_shapes[-1]) if self.several else zeros)
+        value = self._first_call(stats, rows)
+        self._check_value(value, _PROBED, target)
+        return stats, value
+
+    def _first_call(self, stats: FieldRecorder, rows: list[Tensor]) -> Any:
         if torch.compiler.is_compiling():
             return self.fn(stats, *rows)
         try:
-            return self.fn(stats, *rows)
+            with host_reads_refused(self.fn, [stats.lse, stats.log_probs, *rows]):
+                return self.fn(stats, *rows)
         except Exception as error:
             add_note = getattr(error, "add_note", lambda text: None)  # Python 3.11 has it
             add_note(
@@ -99,11 +123,6 @@ class TokenFunction:
             )
         if value.device != target.device:
             raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
-        if value.requires_grad:
-            raise RuntimeError(
-                "fn closes over a tensor that requires grad, whose gradient would be lost: detach it. Where it should "
-                f"be learned, {_INSTEAD}"
-            )
 
     def ids(self, parts: int = 1) -> Tensor | None:
         """(parts, tokens, K), or None if a token has one class."""
@@ -192,7 +211,7 @@ class TokenFunction:
     def _call(self, stats: TokenLogProbs, rows: Sequence[Tensor], counted: Tensor) -> Tensor:
         value = self.fn(stats, *(rows[:-1] if self.several else rows))
         if tuple(value.shape) != tuple(counted.shape):
-            self._check_value(value.detach(), counted.shape[0], counted)
+            self._check_value(value, counted.shape[0], counted)
         return torch.where(counted, value.to(self.dtype), 0.0)
 
     def check(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
@@ -310,47 +329,3 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
                 f"{name} requires grad, which would be lost: detach it. Where it should be learned, {_INSTEAD}"
             )
     return [row.detach().clone() for row in rows]  # copies for a function that writes to them
-
-
-class _FieldRecorder:
-    """A TokenLogProbs of zeros that records whether its entropy was read."""
-
-    def __init__(self, zeros: Tensor, log_probs: Tensor) -> None:
-        self.log_probs, self.lse, self._zeros, self.entropy_was_read = log_probs, zeros, zeros, False
-
-    @property
-    def entropy(self) -> Tensor:
-        self.entropy_was_read = True
-        return self._zeros
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"TokenLogProbs has no {name!r}; it has log_probs, entropy and lse")
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise TypeError(
-            "fn gets (stats, *rows), and stats is no tensor: it has stats.log_probs, stats.entropy and stats.lse, "
-            "which are tensors (log_probs, entropy, lse = stats)"
-        )
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.log_probs, self.entropy, self.lse))
-
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, (int, slice)):
-            _no_tensor()
-        return (self.log_probs, self.entropy, self.lse)[index]
-
-    def __len__(self) -> int:
-        return 3
-
-
-def _no_tensor(*_: Any) -> Any:
-    _FieldRecorder.__torch_function__()
-
-
-_OTHERS = "neg pos abs invert bool float int complex index round floor ceil trunc call contains setitem delitem"
-_COMPARING = "lt le gt ge eq ne"
-_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
-for _name in f"{_OTHERS} {_COMPARING} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
-    setattr(_FieldRecorder, f"__{_name}__", _no_tensor)

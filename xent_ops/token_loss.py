@@ -56,8 +56,9 @@ def linear_token_loss(
         fn: takes ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64
             input), and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on
             other tokens. Autograd derives it, and compiled steps trace it. A first call, on two tokens of zeros, shows
-            which fields it reads and what it returns: an entropy that it does not read costs nothing. In ignored tokens
-            its value and its derivatives are not used.
+            which fields it reads and what it returns: an entropy that it does not read costs nothing. A value without a
+            gradient is refused if a gradient is wanted, and in eager a host read of a token's value (``.item()``,
+            ``if``). In ignored tokens its value and its derivatives are not used.
         rows: tensors (target's shape, *), constants to autograd: old log-probabilities, advantages, weights.
         reduction: "mean" divides the sum over tokens by the number of counted tokens (NaN if there are none); or "sum".
         divisor: for "sum", as for ``linear_cross_entropy``.
@@ -107,7 +108,8 @@ def linear_token_loss(
         head_args = (call.input, head.weight, call.target, head.bias)
         keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.row_options._asdict()}
         refuse("linear_cross_entropy_forward", *head_args, **keywords)
-    function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
+    learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
+    function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
     return loss_of_head(call, function, check)
 
 
@@ -155,7 +157,7 @@ def token_loss(
     arguments.boolean("check", check)
     logits, options = classes_last(input, dim), loss.row_options
     target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)
-    function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids)
+    function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids, learned=(input,))
     if ids is not None:
         loss_or_at_ids, lse, entropy = _ops.token_logits(logits, ids, function.reads_entropy, **options.keywords())
     else:

@@ -116,6 +116,7 @@ def test_refused_while_tracing(device):
     for fn, options, text in (
         (lambda stats: stats.lse.mean(), {}, r"fn returned shape \(\) for 2 tokens"),
         (lambda stats: stats.lse * learned, {}, "closes over a tensor that requires grad"),
+        (lambda stats: stats.lse.detach(), {}, "fn returned a tensor that needs no grad"),
         (focal, {"check": True}, "which a compiled graph cannot"),
     ):
         with pytest.raises(Exception, match=text):

@@ -80,6 +80,8 @@ def of_dtensors(device):
                 x, m, target.to(device), grpo, rows=given, linear_bias=b, check=True, **how
             )
             assert loss.placements == (Replicate(),) * mesh.ndim
+            with pytest.raises(RuntimeError, match="fn returned a tensor that needs no grad"):
+                xent_ops.linear_token_loss(x, m, target.to(device), lambda stats: stats.lse.detach(), **how)
             close(loss.full_tensor(), wanted.detach(), torch.float32)
             for grad, part, owner in zip(torch.autograd.grad(loss, (x, m, b)), wanted_grads, (x, m, b), strict=True):
                 assert grad.placements == owner.placements
@@ -115,6 +117,9 @@ def behaviour(device):
     torch.testing.assert_close(step(x, w, b, grpo, rows=rows, check=True), loss)
     with pytest.raises(ValueError, match="it must not mix tokens"):
         step(x, w, b, lambda stats: stats.lse - stats.lse.mean(), check=True)
+    with pytest.raises(RuntimeError, match="fn returned a tensor that needs no grad"), Collectives() as mode:
+        step(x, w, b, lambda stats: stats.lse.detach())
+    assert mode.seen == []
     last = dist.get_world_size() - 1
     mine = (rows[0], rows[1] + (dist.get_rank() == last))
     with pytest.raises(ValueError, match=rf"rows\[1\] differ between ranks: number 0 is .* on rank {last}"):

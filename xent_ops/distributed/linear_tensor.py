@@ -110,7 +110,8 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
         mine = mine._replace(divisor=counted.redistribute(mesh, _replicated(mesh)).to_local())
     if isinstance(rows, (tuple, list)):  # TokenFunction refuses other types
         rows = tuple(map(local.row, rows))
-    function = TokenFunction(fn, rows, mine.target, mine.loss.row_options.ignore_index, accumulator(mine.input))
+    learned, ignore_index = (mine.input, mine.head.weight, mine.head.bias), mine.loss.row_options.ignore_index
+    function = TokenFunction(fn, rows, mine.target, ignore_index, accumulator(mine.input), learned=learned)
 
     def statistics() -> tuple[Tensor, Tensor, Tensor]:
         args = (mine.input, mine.target, mine.head, ranks, mine.loss)

@@ -97,7 +97,8 @@ def vocab_parallel_linear_token_loss(
         checks.reduction(reduction, ("mean", "sum"))
         call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
         ignore_index = call.loss.row_options.ignore_index
-        function = TokenFunction(fn, rows, call.target, ignore_index, accumulator(call.input), call.ids)
+        learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
+        function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
         return _Bound(call, function)
 
     def bind_checked() -> _Bound:

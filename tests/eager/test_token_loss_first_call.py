@@ -1,0 +1,109 @@
+"""What the first call of a function of tokens finds: no gradient, a value that the host reads, a tensor that learns."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.dispatch_log import operators_of
+from helpers.token_losses import focal
+
+import xent_ops
+
+N, V, H = 6, 11, 8
+ROW, LEARNED = torch.ones(N), torch.ones((), requires_grad=True)
+
+
+def problem():
+    generator = torch.Generator().manual_seed(1)
+    leaves = [torch.randn(size, H, generator=generator).requires_grad_() for size in (N, V)]
+    return *leaves, torch.arange(N)
+
+
+def of_logits(x, head, target, fn, **options):
+    return xent_ops.token_loss(F.linear(x, head), target, fn, **options)
+
+
+BOTH = pytest.mark.parametrize("function", [xent_ops.linear_token_loss, of_logits], ids=["linear", "logits"])
+NO_GRAD = "fn returned a tensor that needs no grad, so all gradients would be zero"
+REFUSED = {
+    "a constant": (lambda s: torch.ones_like(s.lse), {}, NO_GRAD),
+    "a detached value": (lambda s: s.log_probs.detach(), {"check": True}, NO_GRAD),
+    "rows alone": (lambda s, row: row, {"rows": (ROW,)}, NO_GRAD),
+    "a function in no_grad": (torch.no_grad()(lambda s: -s.log_probs), {}, NO_GRAD),
+    "a number of tokens": (lambda s: s.lse * s.lse.max().item(), {}, r"fn reads a value of its tokens by item\(\)"),
+    "a number of rows": (lambda s, row: s.lse * row.mean().item(), {"rows": (ROW,)}, r"by item\(\)"),
+    "a list": (lambda s: s.lse * max(s.lse.tolist()), {}, r"by tolist\(\)"),
+    "a branch": (lambda s: s.lse if (s.lse > 0).any() else -s.lse, {}, r"by __bool__\(\).*torch.where"),
+    "a comparison": (lambda s, row: s.lse * torch.equal(row, ROW[:2]), {"rows": (ROW,)}, r"by equal\(\)"),
+    "a part of a model": (lambda s: s.lse * (LEARNED * 2).exp(), {}, "fn closes over a tensor that requires grad"),
+    "a model and no token": (lambda s: LEARNED.expand(s.lse.shape), {}, "fn closes over a tensor that requires grad"),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_before_a_kernel_runs(function, what):
+    x, head, target = problem()
+    fn, options, text = REFUSED[what]
+
+    def call():
+        with pytest.raises(RuntimeError, match=text):
+            function(x, head, target, fn, **options)
+
+    assert not [name for name in operators_of(call) if name.startswith("linear_cross_entropy")]
+
+
+def test_several_classes_a_token():
+    x, head, target = problem()
+    ids = target.unsqueeze(-1).expand(N, 3)
+    for function in (xent_ops.linear_token_loss, of_logits):
+        assert function(x, head, ids, lambda stats: -stats.log_probs.sum(-1)).requires_grad
+        for fn, text in (
+            (lambda s: s.log_probs.detach().sum(-1), NO_GRAD),
+            (lambda s: s.lse * s.log_probs.max().item(), r"by item\(\)"),
+            (lambda s: s.log_probs.sum(-1) * LEARNED, "fn closes over a tensor that requires grad"),
+        ):
+            with pytest.raises(RuntimeError, match=text):
+                function(x, head, ids, fn)
+
+
+@BOTH
+def test_functions_that_are_right(function):
+    """No gradient at zeros; the host reads a constant; code that the function compiles; a part of another function."""
+    x, head, target = problem()
+    clip, doubled = torch.tensor(0.5), torch.compile(lambda value: 2 * value, backend="eager", fullgraph=True)
+    for fn in (
+        lambda stats: stats.log_probs.clamp(max=-1e-3),
+        lambda stats: stats.entropy,
+        lambda stats: stats.lse * clip.item(),
+        lambda stats: doubled(stats.lse),
+        torch.compile(focal, backend="eager", fullgraph=True),
+        functools.partial(lambda stats, factor: -stats.log_probs * factor, factor=2.0),
+    ):
+        assert function(x, head, target, fn).requires_grad
+
+
+@BOTH
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_a_constant_where_no_gradient_is_wanted(function, mode):
+    x, head, target = problem()
+    if mode is contextlib.nullcontext:
+        x, head = x.detach(), head.detach()
+    with mode():
+        assert function(x, head, target, lambda stats: torch.ones_like(stats.lse)) == 1
+
+
+def test_host_reads_are_searched_once_for_the_same_code():
+    """The mode that finds them takes as long as the function itself."""
+    x, head, target = problem()
+    modes = []
+
+    def fn(stats):
+        modes.append(torch._C._len_torch_function_stack())
+        return -stats.log_probs
+
+    for _ in range(2):
+        xent_ops.linear_token_loss(x, head, target, fn)
+    assert modes[0] == 1 and set(modes[1:]) == {0}

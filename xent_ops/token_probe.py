@@ -1,0 +1,120 @@
+"""Parts of the first call of a user's function of tokens, which runs on two tokens of zeros."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+_HOST_READS = frozenset(
+    getattr(owner, name)
+    for owner, names in (
+        (Tensor, "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __contains__"),
+        (Tensor, "equal allclose is_nonzero"),
+        (torch, "equal allclose is_nonzero"),
+    )
+    for name in names.split()
+)
+_without_host_reads: set[CodeType] = set()
+
+
+class _HostReads(TorchFunctionMode):
+    """Raise if the function reads a value of its tokens. It may read the values of other tensors, its constants."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.of_tokens = {id(tensor): tensor for tensor in tensors}  # tensors stay alive, so that no id is used again
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_compiling():  # in code that fn compiles
+            return func(*args, **(kwargs or {}))
+        reads_tokens = any([id(leaf) in self.of_tokens for leaf in tree_leaves((args, kwargs))])
+        if reads_tokens and func in _HOST_READS:
+            raise RuntimeError(
+                f"fn reads a value of its tokens by {getattr(func, '__name__', func)}(): this number would be a "
+                "constant to autograd, and another one in each chunk. Compute with tensors (torch.where for a branch). "
+                "For logging, keep tensor.detach() and read it after the call"
+            )
+        result = func(*args, **(kwargs or {}))
+        if reads_tokens:
+            self.of_tokens |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
+
+
+@contextlib.contextmanager
+def host_reads_refused(fn: Any, tensors: list[Tensor]) -> Iterator[None]:
+    """Refuse host reads in the first call of a function. Later ones of the same code do not pay for this."""
+    code = getattr(getattr(fn, "func", fn), "__code__", None)  # also of a method and of a functools.partial
+    if code in _without_host_reads or hasattr(fn, "_torchdynamo_orig_callable"):  # torch.compile would trace the mode
+        yield
+        return
+    with _HostReads(tensors):
+        yield
+    if code is not None:
+        _without_host_reads.add(code)
+
+
+def is_learned_elsewhere(value: Tensor, own_leaf: Tensor) -> bool:
+    """Would a backward of this value add to the gradient of another leaf?"""
+    if value.grad_fn is None:
+        return value.requires_grad and value is not own_leaf
+    nodes, seen = [value.grad_fn], {value.grad_fn}
+    for node in nodes:
+        if getattr(node, "variable", own_leaf) is not own_leaf:  # AccumulateGrad has it
+            return True
+        found = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= found
+        nodes += found
+    return False
+
+
+class FieldRecorder:
+    """A TokenLogProbs of zeros that records whether its entropy was read."""
+
+    def __init__(self, zeros: Tensor, log_probs: Tensor) -> None:
+        self.log_probs, self.lse, self._zeros, self.entropy_was_read = log_probs, zeros, zeros, False
+
+    @property
+    def entropy(self) -> Tensor:
+        self.entropy_was_read = True
+        return self._zeros
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"TokenLogProbs has no {name!r}; it has log_probs, entropy and lse")
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise TypeError(
+            "fn gets (stats, *rows), and stats is no tensor: it has stats.log_probs, stats.entropy and stats.lse, "
+            "which are tensors (log_probs, entropy, lse = stats)"
+        )
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.log_probs, self.entropy, self.lse))
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, (int, slice)):
+            _no_tensor()
+        return (self.log_probs, self.entropy, self.lse)[index]
+
+    def __len__(self) -> int:
+        return 3
+
+
+def _no_tensor(*_: Any) -> Any:
+    FieldRecorder.__torch_function__()
+
+
+_OTHERS = "neg pos abs invert bool float int complex index round floor ceil trunc call contains setitem delitem"
+_COMPARING = "lt le gt ge eq ne"
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
+for _name in f"{_OTHERS} {_COMPARING} {_BINARY} r{_BINARY.replace(' ', ' r')}".split():
+    setattr(FieldRecorder, f"__{_name}__", _no_tensor)
