@@ -38,8 +38,18 @@ bool is_float(const Tensor& tensor) {
          dtype == ScalarType::Double;
 }
 
+// Does autograd record what this thread computes from the tensor? Then an alias of it is no leaf. The stable ABI has no
+// requires_grad.
+bool is_recorded(const Tensor& tensor) {
+  return aoti_torch_grad_mode_is_enabled() &&
+         !aten::call<bool>("aten::is_leaf", "", aten::call("aten::alias", "", tensor));
+}
+
 void matrix(const char* name, const Tensor& tensor) {
   XENT_CHECK(tensor.dim() >= 1 && is_float(tensor), name, " must be floating-point numbers of shape (..., V)");
+  XENT_CHECK(!is_recorded(tensor), "a gradient is wanted for ", name,
+             ", and libxent_ops.so has no autograd formulas, so it would be lost. `import xent_ops` in Python registers "
+             "them. Without it, call in torch.no_grad() (torch::NoGradGuard), or inside a torch::autograd::Function");
 }
 
 void index_target(const Tensor& logits, const Tensor& target) {

@@ -134,6 +134,61 @@ def test_composite():
     )
 
 
+TRAINING = """
+import warnings
+warnings.simplefilter("error")
+ops, leaf, target = torch.ops.xent, torch.randn(3, 5, requires_grad=True), torch.tensor([0, 4, -100])
+rows = torch.ones(3)
+calls = {
+    "forward": lambda x: ops.cross_entropy_forward(x, target),
+    "reduced": lambda x: ops.cross_entropy_reduced(x, target),
+    "none": lambda x: ops.cross_entropy(x, target, reduction="none"),
+    "backward": lambda x: ops.cross_entropy_backward(rows, None, x, target, rows),
+    "with grad": lambda x: ops.cross_entropy_with_grad(x, target, rows[0]),
+    "soft": lambda x: ops.soft_cross_entropy_forward(x, torch.ones(3, 5)),
+    "shard": lambda x: ops.cross_entropy_shard(x, target, 0, 10),
+    "distillation": lambda x: ops.distillation_forward(x, torch.ones(3, 5), target),
+    "teacher": lambda x: ops.distillation_forward(torch.ones(3, 5), x, target),
+}
+for name, call in calls.items():
+    for x in (leaf, leaf * 2):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                call(x)
+        call(x.detach())
+        try:
+            call(x)
+        except RuntimeError as error:
+            text = "forward failed" if name == "none" and torch.__version__ < "2.12" else "`import xent_ops` in Python"
+            assert text in str(error), (name, error)
+        else:
+            raise AssertionError(name)
+
+
+class Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        loss, lse = ops.cross_entropy_forward(x, target)[:2]
+        ctx.save_for_backward(x, lse)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, lse = ctx.saved_tensors
+        return ops.cross_entropy_backward(grad, None, x, target, lse)
+
+
+grads = [torch.autograd.grad(loss.sum(), leaf)[0] for loss in (
+    Loss.apply(leaf), torch.nn.functional.cross_entropy(leaf, target, reduction="none"))]
+torch.testing.assert_close(*grads)
+"""
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    """Without a gradient, below a mode or inside a Function of the caller's, nothing is in the way."""
+    run_with_torch(LOAD + TRAINING)
+
+
 def test_library_after_import(tmp_path):
     """Also as a copy at another path: the Python package keeps its operators."""
     copy = shutil.copy(_extension.LIBRARY, tmp_path)
