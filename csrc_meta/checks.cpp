@@ -181,7 +181,8 @@ void target_values(const cpu::Problem& problem, int64_t num_classes) {
   }
   const auto text = [](int64_t value) { return std::to_string(value); };
   const int64_t first = *std::find_if(values, values + number, bad);
-  const std::string hint = first < 0
+  const bool is_mark = found == std::count(values, values + number, first) && (found > 1 || first == 255);
+  const std::string hint = first < 0 || is_mark
                                ? "to ignore targets of " + text(first) + ", pass ignore_index=" + text(first)
                                : "a part of a sharded head, as weight.to_local(), has a part of the classes";
   throw std::out_of_range("target " + text(first) + " is out of bounds: valid are 0 to " + text(num_classes - 1) +

@@ -15,17 +15,16 @@ from .head.shard import RowStatistics
 from .kernels.reference import is_counted
 from .kernels.sizes import depend_on_data
 from .linear_call import LinearCall, statistics
-from .ops import checks, transforms
+from .ops import arguments, checks, transforms
 from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.message_values import repr_for_message, type_name
 from .outputs import TokenLogProbs, log_probs_of_ids
-from .token_probe import FieldRecorder, host_reads_refused, is_learned_elsewhere
+from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
 
 Function = Callable[..., Tensor]
 """``fn(stats, *rows)``: stats is a TokenLogProbs of n tokens; returns (n,)."""
 
-_PROBED = 2  # tokens: with only one, a sum over tokens would have the right shape
 _INSTEAD = "xent_ops.linear_token_log_probs (token_log_probs of logits), which is differentiable, takes any function"
 
 
@@ -71,7 +70,7 @@ class TokenFunction:
     def _probe(self, target: Tensor, learned: Sequence[Tensor | None]) -> bool:
         leaves = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
         wants_grad, traced = torch.is_grad_enabled() and bool(leaves), transforms.is_traced()
-        zeros = target.new_zeros(_PROBED, dtype=self.dtype, requires_grad=wants_grad and not traced)
+        zeros = target.new_zeros(PROBED, dtype=self.dtype, requires_grad=wants_grad and not traced)
         # Setting a gradient mode would leave an empty submodule in an exported program, which could then not be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
             stats, value = self._call_on_zeros(zeros, target)
@@ -91,25 +90,11 @@ class TokenFunction:
 
     def _call_on_zeros(self, zeros: Tensor, target: Tensor) -> tuple[FieldRecorder, Tensor]:
         shapes = self._token_shapes[:-1] if self.several else self._token_shapes
-        rows = [row.new_zeros((_PROBED, *shape)) for row, shape in zip(self.rows, shapes, strict=False)]
+        rows = [row.new_zeros((PROBED, *shape)) for row, shape in zip(self.rows, shapes, strict=False)]
         stats = FieldRecorder(zeros, zeros.unsqueeze(-1).repeat(1, *self._token_shapes[-1]) if self.several else zeros)
-        value = self._first_call(stats, rows)
-        self._check_value(value, _PROBED, target)
+        value = first_call(self.fn, stats, rows)
+        self._check_value(value, PROBED, target)
         return stats, value
-
-    def _first_call(self, stats: FieldRecorder, rows: list[Tensor]) -> Any:
-        if torch.compiler.is_compiling():
-            return self.fn(stats, *rows)
-        try:
-            with host_reads_refused(self.fn, [stats.lse, stats.log_probs, *rows]):
-                return self.fn(stats, *rows)
-        except Exception as error:
-            add_note = getattr(error, "add_note", lambda text: None)  # Python 3.11 has it
-            add_note(
-                f"raised by fn, which is called on parts of the tokens, first on {_PROBED} of zeros to see what it "
-                f"reads: a tensor of all tokens, as (B, S), must come by rows=, here {len(rows)} of them"
-            )
-            raise
 
     def _check_value(self, value: Any, number: int, target: Tensor) -> None:
         if not isinstance(value, Tensor):
@@ -313,8 +298,7 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
         )
     for i, row in enumerate(rows):
         name = f"rows[{i}]"
-        if not isinstance(row, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type_name(row)}")
+        arguments.required(name, row)
         if row.dim() < target.dim() or any(
             size != expected for size, expected in zip(row.shape, target.shape, strict=False)
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+PROBED = 2  # tokens: with only one, a sum over tokens would have the right shape
 _HOST_READS = frozenset(
     getattr(owner, name)
     for owner, names in (
@@ -49,8 +51,37 @@ class _HostReads(TorchFunctionMode):
         return result
 
 
+def first_call(fn: Callable[..., Any], stats: FieldRecorder, rows: list[Tensor]) -> Any:
+    """The function's value for PROBED tokens of zeros."""
+    if torch.compiler.is_compiling():
+        return fn(stats, *rows)
+    try:
+        with _host_reads_refused(fn, [stats.lse, stats.log_probs, *rows]):
+            return fn(stats, *rows)
+    except Exception as error:
+        _refuse_other_parameters(fn, stats, *rows)
+        add_note = getattr(error, "add_note", lambda text: None)  # Python 3.11 has it
+        add_note(
+            f"raised by fn, which is called on parts of the tokens, first on {PROBED} of zeros to see what it "
+            f"reads: a tensor of all tokens, as (B, S), must come by rows=, here {len(rows)} of them"
+        )
+        raise
+
+
+def _refuse_other_parameters(fn: Callable[..., Any], *args: Any) -> None:
+    with contextlib.suppress(ValueError):  # a builtin has no signature
+        signature = inspect.signature(fn)
+        try:
+            signature.bind(*args)
+        except TypeError as error:
+            raise TypeError(
+                f"fn has the parameters {signature}, but gets (stats, *rows) with {len(args) - 1} rows: one "
+                f"parameter for stats and one for each tensor of rows= ({error})"
+            ) from None
+
+
 @contextlib.contextmanager
-def host_reads_refused(fn: Any, tensors: list[Tensor]) -> Iterator[None]:
+def _host_reads_refused(fn: Any, tensors: list[Tensor]) -> Iterator[None]:
     """Refuse host reads in the first call of a function. Later ones of the same code do not pay for this."""
     code = getattr(getattr(fn, "func", fn), "__code__", None)  # also of a method and of a functools.partial
     if code in _without_host_reads or hasattr(fn, "_torchdynamo_orig_callable"):  # torch.compile would trace the mode

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
+
 from .ops.message_values import type_name
 
 _INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transformers"}
@@ -54,12 +56,26 @@ def remove_xent(model_or_trainer: Any) -> None:
 
 
 def _integration(model_or_trainer: Any) -> Any:
-    packages = [kind.__module__.partition(".")[0] for kind in type(model_or_trainer).__mro__]
-    for package, integration in _INTEGRATIONS.items():
-        if package in packages:
-            return importlib.import_module(f".integrations.{integration}", __package__)
+    integration = _integration_of(model_or_trainer)
+    if integration is not None:
+        return importlib.import_module(f".integrations.{integration}", __package__)
+    hint = (
+        "a model of your own calls xent_ops.LinearCrossEntropyLoss, or is compiled with "
+        "xent_ops.inductor.options(linear=True)"
+    )
+    inner = model_or_trainer
+    while (wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None))) is not None:
+        inner = wrapped
+        if _integration_of(inner) is not None:
+            hint = f"call it on the {type_name(inner)} inside, before the model is compiled or wrapped"
+            if isinstance(model_or_trainer, torch.nn.DataParallel):
+                hint += ". DataParallel is not supported, since its threads share hooks: use DistributedDataParallel"
     raise TypeError(
         f"use_xent takes a causal language model of transformers, a PeftModel or a trainer of TRL, got "
-        f"{type_name(model_or_trainer)}: a model of your own calls xent_ops.LinearCrossEntropyLoss, or is compiled "
-        "with xent_ops.inductor.options(linear=True)"
+        f"{type_name(model_or_trainer)}: {hint}"
     )
+
+
+def _integration_of(model_or_trainer: Any) -> str | None:
+    packages = [kind.__module__.partition(".")[0] for kind in type(model_or_trainer).__mro__]
+    return next((integration for package, integration in _INTEGRATIONS.items() if package in packages), None)

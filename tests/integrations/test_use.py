@@ -42,6 +42,17 @@ def test_anything_else_is_refused(other):
             function(other)
 
 
+@pytest.mark.parametrize("way", ["compiled", "DataParallel", "both"])
+def test_a_wrapped_model_is_refused(way):
+    model = tiny.make()
+    wrapped = torch.compile(model) if way != "DataParallel" else model
+    wrapped = torch.nn.DataParallel(wrapped) if way != "compiled" else wrapped
+    inner = type(model).__qualname__
+    with pytest.raises(TypeError, match=rf": call it on the .*{inner} inside, before the model is compiled") as raised:
+        xent_ops.use_xent(wrapped)
+    assert ("use DistributedDataParallel" in str(raised.value)) == (way != "compiled")
+
+
 def test_a_trainer_of_transformers_has_a_model():
     with pytest.raises(TypeError, match=r"pass trainer\.model"):
         xent_ops.use_xent(transformers.Trainer(tiny.make(), transformers.TrainingArguments(report_to=[])))

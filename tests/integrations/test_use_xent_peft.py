@@ -145,6 +145,17 @@ def test_dora_on_the_head_is_refused():
         use_xent(adapted(use_dora=True))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"target_modules": ["q_proj"], "target_parameters": ["lm_head.weight"]},
+     {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [0, 1]}}],
+    ids=["DoRA", "parameters", "tokens"],
+)  # fmt: skip
+def test_what_to_do_for_a_head_that_is_refused(options):
+    with pytest.raises(TypeError, match=r"head.*: name the head in modules_to_save, .* leave it out of target_modules"):
+        use_xent(adapted(**options))
+
+
 def test_prompt_tuning():
     """peft puts -100 before the labels, one for each of its tokens."""
     config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")

@@ -41,6 +41,7 @@ def test_arguments_that_seem_to_be_swapped(call):
         ((t, w, x), TypeError, "input has dtype torch.int64; .*: input and target seem to be swapped"),
         ((x, t, w), TypeError, "linear_weight has dtype torch.int64; .*: linear_weight and target seem to be swapped"),
         ((x, w.t(), t), ValueError, r"linear_weight has shape \(5, 9\); expected \(9, 5\), .*: .* pass linear_weight.t\(\)"),
+        ((x, w.t(), t), ValueError, r".*LinearCrossEntropyLoss takes \(H, V\), here in_features=5, num_classes=9$"),
         ((x, nn.Linear(H, V), t), TypeError, "linear_weight must be .*, got torch.nn.*Linear; pass linear_weight.weight$"),
         ((x, "head", t), TypeError, "linear_weight must be a torch.Tensor, got str$"),
     ):  # fmt: skip
@@ -106,6 +107,11 @@ def test_constants_that_make_no_loss(way):
         (lambda: xent_ops.cross_entropy(logits, t, lse_square_scale=-1), "lse_square_scale must be at least 0, got -1"),
         (lambda: xent_ops.cross_entropy(logits, t, logit_scale=0), "logit_scale must not be 0, .*, got 0.0"),
         (lambda: xent_ops.token_log_probs(logits, t, logit_scale=-0.0), "logit_scale must not be 0, .*, got -0.0"),
+        (lambda: xent_ops.cross_entropy(logits, t, logit_scale=1e-50), "logit_scale must not be 0, .*, got 1e-50"),
+        (
+            lambda: xent_ops.linear_cross_entropy(x, w, t, logit_scale=-1e-39),
+            r"logit_scale .*, got -1e-39 \(the least is",
+        ),
         (lambda: xent_ops.linear_cross_entropy(x, w, t, logit_scale=0.0), "logit_scale must not be 0"),
         (lambda: xent_ops.linear_cross_entropy(x, w, t, lse_square_scale=-0.5), "lse_square_scale must be at least 0"),
         (lambda: xent_ops.linear_cross_entropy(x, w, t, reduction="sum", divisor=0), "divisor must not be 0, .* got 0"),
@@ -134,6 +140,10 @@ def test_functions_are_named():
     for options, text in (
         ({"ignore_index": helper}, "ignore_index must be an integer, got helper$"),
         ({"softcap": helper}, "softcap must be a number, got helper$"),
+        ({"softcap": True}, "softcap must be a number, got True$"),
+        ({"logit_scale": True}, "logit_scale must be a number, got True$"),
+        ({"lse_square_scale": False}, "lse_square_scale must be a number, got False$"),
+        ({"divisor": True, "reduction": "sum"}, "divisor must be a number, got True$"),
         ({"reduction": helper}, "helper is not a valid value for reduction; valid are 'none'"),
         ({"accumulate_dtype": helper}, "accumulate_dtype must be a torch.dtype or None, got helper$"),
         ({"skip_ignored": nn.ReLU()}, "skip_ignored must be True or False, got torch.nn.modules.activation.ReLU$"),
@@ -162,6 +172,11 @@ def test_arguments_by_other_names():
         (lambda **o: xent_ops.token_log_probs(logits, t, **o), "reduction", "it has input, target, ignore_index, "),
         (lambda **o: xent_ops.LinearCrossEntropyLoss(H, V, **o), "weight", "pass class_weight=, .* tied_weight="),
         (lambda **o: xent_ops.CrossEntropyLoss(**o), "size_average", "pass reduction=$"),
+        (lambda **o: xent_ops.cross_entropy(logits, t, **o), "divisor", 'divide the loss of reduction="sum" by it$'),
+        (lambda **o: xent_ops.LinearCrossEntropyLoss(H, V, **o), "divisor", "pass divisor= to its call$"),
+        (lambda **o: xent_ops.CrossEntropyLoss(**o), "num_items_in_batch", 'divide the loss of reduction="sum" by it$'),
+        (lambda **o: xent_ops.cross_entropy(logits, t, **o), "return_z_loss", "cross_entropy_outputs .* have z_loss$"),
+        (lambda **o: xent_ops.inductor.options(**o), "mode", "pass base=, the name of the mode$"),
         (
             lambda **o: xent_ops.distributed.vocab_parallel_linear_cross_entropy(x, w, t, **o),
             "bias",
@@ -174,6 +189,43 @@ def test_arguments_by_other_names():
         xent_ops.token_loss(logits, t, reduction="sum")
     with pytest.raises(Exception, match="lse_square_scale=, its factor"):
         compiled(lambda logits, t: xent_ops.cross_entropy(logits, t, z_loss=1e-4))(logits, t)
+
+
+def test_arguments_by_position():
+    """Bias, weight and options go by name."""
+    x, w, t = problem()
+    for call, text in (
+        (lambda: xent_ops.linear_cross_entropy(x, w, t, w[:, 0]), r"linear_cross_entropy\(\) takes 3 .*, got 4; by name: linear_bias, "),
+        (lambda: xent_ops.linear_token_loss(x, w, t, helper, (t,)), r"\(input, linear_weight, target, fn\), got 5; by name: rows, "),
+        (lambda: xent_ops.cross_entropy(x, t, None, -100), r"takes 3 arguments .*\(input, target, weight\), got 4; by name: ignore"),
+        (lambda: xent_ops.CrossEntropyLoss(None, -100), r"CrossEntropyLoss.__init__\(\) takes 1 .*\(weight\), got 2; by name: ignore"),
+        (lambda: compiled(xent_ops.linear_cross_entropy)(x, w, t, w[:, 0]), "takes 3 arguments by position"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=text):
+            call()
+
+
+# Functions of tokens
+
+
+def test_functions_with_other_parameters():
+    x, w, t = problem()
+    row = torch.ones(6)
+    for fn, rows, text in (
+        (lambda stats, old, advantage: stats.lse, (row,), r"\(stats, old, advantage\), but gets .* with 1 rows"),
+        (lambda stats: stats.lse, (row,), r"\(stats\), but gets \(stats, \*rows\) with 1 rows: .*too many positional"),
+        (lambda: row, (), r"fn has the parameters \(\), but gets \(stats, \*rows\) with 0 rows"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            xent_ops.linear_token_loss(x, w, t, fn, rows=rows)
+    with pytest.raises(TypeError, match=r"^unsupported operand"):  # an error of its own
+        xent_ops.linear_token_loss(x, w, t, lambda stats: stats.lse + "1")
+
+
+def test_rows_of_another_layout():
+    x, w, t = problem()
+    with pytest.raises(TypeError, match=r"^rows\[0\] has layout torch.sparse_coo; .* pass rows\[0\].to_dense\(\)$"):
+        xent_ops.linear_token_loss(x, w, t, lambda stats, row: stats.lse * row, rows=(torch.ones(6).to_sparse(),))
 
 
 # Class probabilities
@@ -250,6 +302,26 @@ def test_check_targets():
         with pytest.raises(error, match=f"^{text}"):
             xent_ops.check_targets(*arguments)
     xent_ops.check_targets(t, torch.tensor(4), ignore_index=torch.tensor(-1))
+
+
+@pytest.mark.parametrize("kernel", ["C++", "plain torch"])
+def test_marks_of_ignored_targets(monkeypatch, kernel):
+    """One value beyond the classes at several places, or uint8's last one, marks what shall be ignored."""
+    if kernel == "plain torch":
+        monkeypatch.setattr(cpu, "kernel", lambda name: None)
+    elif cpu.problem() is not None:
+        pytest.skip("built without C++")
+    x = torch.randn(4, V)
+    for values, dtype, mark in (
+        ([0, 255, 255, 1], torch.uint8, 255),
+        ([0, 255, 2, 1], torch.uint8, 255),
+        ([V, 0, V, 1], torch.int64, V),
+        ([0, 10, 11, 1], torch.int64, None),
+        ([0, 10, 2, 1], torch.int32, None),
+    ):
+        text = "a part of a sharded head" if mark is None else f"ignore targets of {mark}, pass ignore_index={mark}$"
+        with pytest.raises(IndexError, match=text):
+            xent_ops.cross_entropy(x, torch.tensor(values, dtype=dtype))
 
 
 # Modules

@@ -15,6 +15,7 @@ from typing import Any
 
 from .._private import unless_gone
 from ..kernels.options import HeadProducts
+from ..ops import arguments
 from ..ops.library import BEFORE_TRACING
 from . import cache_tag, lowerings
 from .rewriting.report import Call, Report, last_report
@@ -51,6 +52,7 @@ def _settings(base: Mapping[str, Any] | str | None, linear: bool | str, products
     return settings
 
 
+@arguments.named
 def options(
     base: Mapping[str, Any] | str | None = None,
     *,

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from ..ops.checks import FLOATS
 from ..ops.message_values import repr_for_message
 
+_OF_PEFT = (
+    ": name the head in modules_to_save, which trains all of it, or leave it out of target_modules, target_parameters "
+    "and trainable_token_indices (also those of an embedding that it is tied to)"
+)
+
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """(input, weight, bias) whose product is ``head(hidden)``. Raises TypeError if the head is not supported.
@@ -31,7 +36,9 @@ def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Te
     for name in _active_adapters(head):
         if name in head.lora_variant:
             variant = type(head.lora_variant[name]).__name__
-            raise TypeError(f"the head's adapter {name!r} is a {variant}; expected plain LoRA on the head, or none")
+            raise TypeError(
+                f"the head's adapter {name!r} is a {variant}; expected plain LoRA on the head, or none{_OF_PEFT}"
+            )
         down, up = head.lora_A[name], head.lora_B[name]
         dropped = head.lora_dropout[name](hidden.to(down.weight.dtype))
         scaling = head.scaling[name]
@@ -112,7 +119,7 @@ def _check_linear(head: Any, upcast: bool = False) -> None:
     if getattr(type(head), "forward", None) is not nn.Linear.forward and not upcast:
         raise TypeError(
             f"the head is a {kind}; expected torch.nn.Linear, plain or with peft's LoRA on it, or a subclass that "
-            "multiplies 16-bit operands in float32"
+            f"multiplies 16-bit operands in float32{_OF_PEFT if kind.startswith('peft.') else ''}"
         )
     if "forward" in vars(head):
         raise TypeError(

@@ -43,6 +43,7 @@ def check_value(condition: Any, message: Callable[..., str]) -> None:
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
+IGNORED_UINT8 = 255  # the usual mark of ignored pixels
 DIVISORS = (*FLOATS, torch.int64)
 REDUCTIONS = get_args(Reduction)
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -110,8 +111,11 @@ def softcap(value: float | None, logits_dtype: torch.dtype) -> None:
 def logit_scale(value: float, logits_dtype: torch.dtype) -> None:
     if not abs(value) < math.inf:
         raise ValueError(f"logit_scale must be finite, got {value}")
-    if value == 0.0:
-        raise ValueError(f"logit_scale must not be 0, which makes all classes equally likely, got {value}")
+    if -(2.0**-126) < value < 2.0**-126:  # to a kernel it is 0
+        raise ValueError(
+            f"logit_scale must not be 0, which makes all classes equally likely, got {value} (the least is 2**-126 in "
+            "magnitude, the smallest normal float32)"
+        )
     _fits("logit_scale", value, logits_dtype)
 
 
@@ -175,9 +179,10 @@ def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
     indices = target.to(torch.int64)  # uint8 would wrap around when compared with -100
     bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
     if bool(bad.any()):
-        first = int(indices[bad][0])
+        outside = indices[bad]
+        first, is_mark = int(outside[0]), bool((outside == outside[0]).all())
         hint = "a part of a sharded head, as weight.to_local(), has a part of the classes"
-        if first < 0:
+        if first < 0 or (is_mark and (len(outside) > 1 or first == IGNORED_UINT8)):
             hint = f"to ignore targets of {first}, pass ignore_index={first}"
         raise IndexError(
             f"target {first} is out of bounds: valid are 0 to {num_classes - 1} and ignore_index={ignore_index} "

@@ -224,7 +224,10 @@ def _weight_hint(call: Call, name: str, expected: list[Any]) -> tuple[list[Any],
     if len(shape) != 2:
         return ["V", "H"], _swapped(call, name, shape[:-1])
     if statically_equal(shape[:1], call.input.shape[-1:]):
-        return [shape[1], shape[0]], f": it is transposed, pass {name}.t(); LinearCrossEntropyLoss takes (H, V)"
+        return [shape[1], shape[0]], (
+            f": it is transposed, pass {name}.t(); LinearCrossEntropyLoss takes (H, V), here in_features={shape[0]}, "
+            f"num_classes={shape[1]}"
+        )
     return expected, ""
 
 
