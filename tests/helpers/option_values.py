@@ -44,7 +44,7 @@ BY_TYPE: dict[str, tuple[Any, ...]] = {
 REFUSED: dict[str, tuple[Any, ...]] = {
     "label_smoothing": (1.5, 1.0000001, -0.5, NAN),
     "softcap": (0.0, -2.25, 1e-46, 1.1754943508222873e-38, INF, 1e39, NAN),
-    "logit_scale": (0.0, -0.0, INF, 1e39, NAN),
+    "logit_scale": (0.0, -0.0, 1e-46, -1.1754943508222873e-38, INF, 1e39, NAN),
     "lse_square_scale": (-0.1, INF, 1e39, NAN),
     "reduction": ("median",),
     "beta": (1.5, -0.1),
