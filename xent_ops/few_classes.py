@@ -116,16 +116,13 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
     target, divisor, token_weight = call.target, call.divisor, call.token_weight
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
-    checks.scaled_by_rows(head.chunking.batch_invariant, call.input, token_weight)
     divisors = torch.ones((), dtype=dtype, device=call.input.device) if divisor is None else divisor.to(dtype)
     loss = call.loss._replace(lse_square_scale=lse_square_scale)
-    chunk_divisors, product_divisor = float16.split_divisors(
-        call.input.dtype, divisors.expand(2), target, token_weight, loss=loss
-    )
+    split = float16.split_loss(call.input.dtype, divisors.expand(2), target, token_weight, loss=loss)
     factor = is_counted(target, ignore_index).to(dtype)
-    if token_weight is not None:
-        factor = counted_weights(token_weight, target, ignore_index, dtype)
-    factor = factor / chunk_divisors[0]
+    if split.token_weight is not None:
+        factor = counted_weights(split.token_weight, target, ignore_index, dtype)
+    factor = factor / split.divisors[0]
     at_ids, lse, *grads = _ops.linear_token_logits_with_grad(
         call.input.detach(),
         head.weight.detach(),
@@ -135,11 +132,12 @@ def _in_one_visit(call: LinearCall, function: TokenFunction, lse_square_scale: f
         None if head.bias is None else head.bias.detach(),
         loop.wanted_gradients(call.input, head),
         head.accumulate_dtype,
+        split.shares,
         **head.chunking.keywords(),
         **call.loss.row_options.keywords(),
     )
     values = function.all_values(at_ids, lse, lse, target)
-    return loop.value(divided(values, divisor), call.input, head, loop.Gradients(*grads), product_divisor)
+    return loop.value(divided(values, divisor), call.input, head, loop.Gradients(*grads), split)
 
 
 def _is_first(ids: Tensor) -> Tensor:

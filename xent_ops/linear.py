@@ -94,8 +94,8 @@ def linear_cross_entropy(
             and options. They do not depend on other rows, the number of rows, the row's place, padding, or eager and
             compiled, for one ``chunk_rows`` or none. It does not cover the head's gradients, which are sums over rows.
             All chunks get one shape, and the last one is filled up: this costs at most one chunk's products, also with
-            few rows. ``skip_ignored`` has no effect. Not with ``products``, for DTensors, or for float16 gradients of a
-            mean or a sum with weights of tokens or classes. docs/reproducible.md lists the conditions.
+            few rows. ``skip_ignored`` has no effect. Not with ``products`` or for DTensors. docs/reproducible.md lists
+            the conditions.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their

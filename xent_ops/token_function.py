@@ -256,7 +256,7 @@ def loss_by_chunks(
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
     divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
-    chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, target, loss=loss)
+    split = float16.split_loss(input.dtype, divisors, target, loss=loss)
     values: list[Tensor] = []
     rows, count, packed, output_mask = input, None, None, loop.wanted_gradients(input, head)
     if head.chunking.skip_ignored:
@@ -265,7 +265,7 @@ def loss_by_chunks(
         rows, target, count = packed.pack_rows(input.detach()), packed.indices(), packed.count
         function.arrange(packed.pack_rows, packed.number)
     parts = ranks.world if layout.get("scattered") else 1
-    upstream = function.upstream_of_parts(parts, chunk_divisors, values)
+    upstream = function.upstream_of_parts(parts, split.divisors, values)
     grads = loop.gradients(
         rows,
         target,
@@ -282,7 +282,7 @@ def loss_by_chunks(
     )
     if packed is not None and output_mask[0]:
         grads = grads._replace(input=packed.unpack_rows(grads.input).view(input.shape))
-    return loop.value(divided(torch.cat(values), divisor), input, head, grads, product_divisor)
+    return loop.value(divided(torch.cat(values), divisor), input, head, grads, split)
 
 
 def divided(values: Tensor, divisor: Tensor | None) -> Tensor:

@@ -47,6 +47,12 @@ def summed(x, shard, target, **options):
     )
 
 
+def weighted(x, shard, target, **options):
+    factors = 10.0 ** -(target % 5)
+    weight = torch.logspace(-3, 0, len(shard), device=x.device)
+    return summed(x, shard, target, token_weight=factors, weight=weight, label_smoothing=0.1, **options)
+
+
 def tokens(x, shard, target, **options):
     return (
         distributed.vocab_parallel_linear_token_loss(
@@ -65,7 +71,7 @@ def own_bits(device):
     x, shard, target = problem(device, 530)
     in_thirds = {"chunk_rows": 96}  # three ranks have equal parts of it, but not of 512 rows
     calls = [(log_probs, {}), (rows, {}), (summed, {}), (tokens, {}), (rows, in_thirds), (summed, in_thirds)]
-    in_float16 = [(compute, {}, x.half(), shard.half()) for compute in (log_probs, summed)]
+    in_float16 = [(compute, {}, x.half(), shard.half()) for compute in (log_probs, summed, weighted)]
     for compute, options, x, shard in [*((*call, x, shard) for call in calls), *in_float16]:
         everything = bits(compute, x, shard, target, **options)
         for few in (1, 7, 513):

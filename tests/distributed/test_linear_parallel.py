@@ -7,6 +7,7 @@ import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
 import linear_few_classes_cases as few_classes
+import linear_float16_cases as float16
 import linear_log_prob_cases as log_probs
 import linear_parallel_cases as cases
 import linear_precision_cases as precision
@@ -38,6 +39,8 @@ def test_values(pool, device, world, kind, dtype):
     cases.batch_of_upstream_gradients,
     cases.checkpoint,
     cases.autocast,
+    float16.rows_that_weigh_little,
+    float16.no_collective_more,
     errors.bad_input,
     errors.check_across_ranks,
     errors.check_of_the_split_dimension,

@@ -327,11 +327,42 @@ def test_few_and_many_rows_of_logits(classes):
     assert_own_bits(compute, 2000, (1, 7, 64, 400, 1056, 1500), logits, target)
 
 
+@pytest.mark.parametrize("kind", ["tokens", "classes", "both", "outputs", "one of target_probs", "target_probs"])
+def test_weighted_sums_in_float16(device, kind):
+    """No row's scale depends on the largest weight of all rows."""
+    x, head, bias, target = problem(device, torch.float16, 600)
+    factors = torch.logspace(-5, 0, 600, device=device)[torch.randperm(600, device=device)]
+    weight = torch.logspace(-5, 0, CLASSES, device=device)
+    options = {"linear_bias": bias, "reduction": "sum", "batch_invariant": True}
+
+    def compute(x, target, factors):
+        x = x.detach().requires_grad_()
+        ids = target.unsqueeze(-1)
+        call = {
+            "tokens": {"target": target, "token_weight": factors, "lse_square_scale": 1e-3},
+            "classes": {"target": target, "weight": weight, "label_smoothing": 0.1},
+            "both": {"target": target, "weight": weight, "token_weight": factors},
+            "outputs": {"target": target, "token_weight": factors},
+            "one of target_probs": {"target": ids, "target_probs": factors.unsqueeze(-1)},
+            "target_probs": {
+                "target": torch.cat([ids, (ids + 1) % CLASSES], -1),
+                "target_probs": torch.stack([0.7 * factors, 0.1 * factors], -1),
+                "token_weight": factors,
+            },
+        }[kind]
+        if kind == "outputs":
+            loss = xent_ops.linear_cross_entropy_outputs(x, head, **call, **options).loss
+        else:
+            loss = xent_ops.linear_cross_entropy(x, head, **call, **options)
+        return torch.autograd.grad(loss, x, torch.tensor(1024.0, device=device))[0]
+
+    everything = compute(x, target, factors)
+    for few in NUMBERS:
+        some = torch.randperm(600, device=device)[:few]
+        assert torch.equal(compute(x[some], target[some], factors[some]), everything[some])
+
+
 def test_refused(device):
-    x, head, bias, target = problem(device, torch.float16, 4)
-    for weights in ({"weight": torch.ones(CLASSES, device=device)}, {"token_weight": torch.ones(4, device=device)}):
-        with pytest.raises(NotImplementedError, match="no float16 gradients of a mean or a sum with weights"):
-            xent_ops.linear_cross_entropy(x.clone().requires_grad_(), head, target, batch_invariant=True, **weights)
     x, head, bias, target = problem(device, torch.bfloat16, 4)
     for products in ("fp8", "fp8_gradients"):
         with pytest.raises(ValueError, match="16-bit products"):

@@ -73,3 +73,85 @@ def test_factors_of_rows(device, loss, factor, compiled):
     value = step(h, w, other)
     for grad, exact in zip(torch.autograd.grad(value, (h, w), torch.full_like(value, scale)), wanted, strict=True):
         assert (grad.double() - exact * scale).norm() < 2e-3 * (exact * scale).norm()
+
+
+# Rows that weigh a ten-thousandth of others: 1 / length of a token, 1 / frequency of a class.
+FEW, MANY, SCALE = 48, 16000, 65536.0
+LITTLE = torch.logspace(-4, 0, FEW)[torch.randperm(FEW, generator=torch.Generator().manual_seed(1))]
+
+
+def common_problem(device, dtype):
+    """The rows of the head have a common part, so that the softmax of all other classes is in the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    h, other = (torch.randn(FEW, H, generator=generator) for _ in range(2))
+    w = torch.randn(MANY, H, generator=generator) / 8 + torch.randn(H, generator=generator) / 4
+    target = torch.randint(MANY, (FEW,), generator=generator)
+    h, w, other = (tensor.half().to(device, dtype) for tensor in (h, w, other))
+    return h.requires_grad_(), w.requires_grad_(), target.to(device), other
+
+
+def class_weight(target):
+    return torch.ones(MANY, device=target.device).index_copy(0, target, LITTLE.to(target.device))
+
+
+def by_class(h, w, t, f, **options):
+    return xent_ops.linear_cross_entropy(h, w, t, weight=class_weight(t), **options)
+
+
+WEIGHTED = {
+    "mean": lambda h, w, t, f, other: linear(h, w, t, f),
+    "sum, chunks": lambda h, w, t, f, other: linear(h, w, t, f, reduction="sum", divisor=FEW, chunk_rows=16),
+    "skip_ignored": lambda h, w, t, f, other: linear(
+        h, w, torch.cat([t, t.new_full((9,), -100)])[:FEW], f, skip_ignored=True, chunk_rows=16
+    ),
+    "z-loss": lambda h, w, t, f, other: linear(h, w, t, f, lse_square_scale=1e-2),
+    "batch_invariant": lambda h, w, t, f, other: linear(h, w, t, f, reduction="sum", divisor=FEW, batch_invariant=True),
+    "float32 logits": lambda h, w, t, f, other: linear(
+        h, w, t, f, logits_dtype=torch.float32 if h.dtype == torch.float16 else None
+    ),
+    "class weights": lambda h, w, t, f, other: by_class(h, w, t, f),
+    "class weights, sum, smoothing": lambda h, w, t, f, other: by_class(
+        h, w, t, f, reduction="sum", divisor=FEW, label_smoothing=1e-3, chunk_rows=16
+    ),
+    "both": lambda h, w, t, f, other: by_class(h, w, t, f, token_weight=f.sqrt()),
+    "outputs": lambda h, w, t, f, other: xent_ops.linear_cross_entropy_outputs(h, w, t, token_weight=f).loss,
+    "distillation": lambda h, w, t, f, other: xent_ops.linear_distillation_loss(
+        h, w, other, w.detach() * 0.5, target=t, token_weight=f
+    ),
+    "one of target_probs": lambda h, w, t, f, other: xent_ops.linear_cross_entropy(
+        h, w, t.unsqueeze(-1), target_probs=f.unsqueeze(-1)
+    ),
+    "target_probs": lambda h, w, t, f, other: xent_ops.linear_cross_entropy(
+        h, w, torch.stack([t, (t + 1) % MANY], -1), target_probs=torch.stack([f, f], -1).softmax(-1), token_weight=f
+    ),
+}
+
+
+def assert_rows(got, wanted, limit=1e-2):
+    off = (got.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert (off < limit).all(), off
+
+
+@pytest.mark.parametrize("loss, compiled", [(loss, False) for loss in WEIGHTED] + [("mean", True), ("both", True)])
+def test_rows_that_weigh_little(device, loss, compiled):
+    """Each row of the input's gradient by itself, under the first scale of torch.amp.GradScaler."""
+    factors = LITTLE.to(device)
+    h, w, target, other = common_problem(device, torch.float64)
+    wanted = torch.autograd.grad(WEIGHTED[loss](h, w, target, factors, other), (h, w))
+    step = WEIGHTED[loss]
+    if compiled:
+        step = torch.compile(lambda *args: WEIGHTED[loss](*args), backend="aot_eager", fullgraph=True)
+    h, w, target, other = common_problem(device, torch.float16)
+    grads = torch.autograd.grad(step(h, w, target, factors, other), (h, w), torch.tensor(SCALE, device=device))
+    assert_rows(grads[0], wanted[0] * SCALE)
+    assert (grads[1] - wanted[1] * SCALE).norm() < 1e-2 * (wanted[1] * SCALE).norm()
+
+
+def test_two_backwards_of_rows_that_weigh_little(device):
+    """The first multiplies the kept gradients, in place or not; the second makes them again."""
+    h, w, target, _ = common_problem(device, torch.float16)
+    loss = linear(h, w, target, LITTLE.to(device), reduction="sum", divisor=FEW) * SCALE
+    first = torch.autograd.grad(loss, (h, w), retain_graph=True)
+    second = torch.autograd.grad(loss, (h, w))
+    assert_rows(first[0], second[0].double())
+    assert (first[1] - second[1]).double().norm() < 2e-3 * second[1].double().norm()

@@ -244,22 +244,24 @@ def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
     ordered, parts = by_ranks(target, split, ranks), 1 if split is None else ranks.world
     weights = None if token_weight is None else by_ranks(token_weight.to(dtype), split, ranks)
     if loss.reduction == "none":
-        divisors = chunk_divisors = target.new_ones(2, dtype=dtype)
-        product_divisor = None
+        divisors = target.new_ones(2, dtype=dtype)
+        taken = float16.Split(divisors, weights)
     else:
         divisors = chunks.divided_by(ordered, None, divisor, 1, dtype, loss, weights)
-        chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, ordered, weights, loss=loss)
-    inverse = chunk_divisors[0].reciprocal()
-    factors = None if weights is None else inverse * weights.reshape(parts, -1)
+        taken = float16.split_loss(input.dtype, divisors, ordered, weights, loss=loss)
+    inverse = taken.divisors[0].reciprocal()
+    factors, shares = (None if rows is None else rows.reshape(parts, -1) for rows in (taken.token_weight, taken.shares))
+    factors = None if factors is None else inverse * factors
     steps = _Steps(
         head, teacher, spec, Collectives(ranks), lambda part: inverse if factors is None else part.of(factors)
     )
     inputs = (input, teacher.teacher_input)
     loop_args = (steps, inputs, ordered, head, steps.ranks, output_mask, spec.options.ignore_index)
-    grads = loop.run_loop(*loop_args, scattered=split is not None)
+    grads = loop.run_loop(*loop_args, scattered=split is not None, shares=shares)
     rows = torch.cat([values.view(parts, -1) for values in steps.losses], 1).view(ordered.shape)
     if loss.reduction == "none":
         return as_target(reductions.reduce_rows(rows, rows, ordered, None, loss, weights).value, split)
     mean = loss._replace(reduction="mean")
     value = reductions.reduce_rows(rows, rows, ordered, divisors, mean, weights).value
-    return loop.value(value, input, head, grads, product_divisor) if any(output_mask) else value
+    part = None if split is None else ranks.rank
+    return loop.value(value, input, head, grads, taken, part) if any(output_mask) else value

@@ -122,7 +122,7 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
         with torch.no_grad():
             function.check(*statistics(), mine.target)
     read: tuple[DTensor, ...] = ()
-    if mine.pipelined:
+    if mine.pipelined and mine.input.dtype != torch.float16:
         total = loss_by_chunks(mine, mine.target, function, pipelined.Collectives(ranks), sum_over_ranks=False)
     else:
         total = divided(function.all_values(*statistics(), mine.target), mine.divisor)

@@ -18,7 +18,6 @@ from ..head.products import concatenated
 from ..head.shard import RowStatistics
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
-from ..kernels.reference import columns_of
 from ..linear_call import LinearCall
 from ..ops import checks, rank_sums
 from ..ops.linear import composite
@@ -76,25 +75,33 @@ def loss(
     input, head, options, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
-    checks.scaled_by_rows(head.chunking.batch_invariant, input, token_weight, head.class_weight)
-    divisors = _divisors(target, head, ranks, options, divisor, reference.accumulator(input), token_weight)
-    chunk_divisors, product_divisor = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=options)
-    one = chunk_divisors.new_ones(())
-    if token_weight is not None:
-        token_weight = token_weight.to(one.dtype).reshape(ranks.world if scattered else 1, -1)
+    dtype, parts = reference.accumulator(input), ranks.world if scattered else 1
+    class_weights = None if head.class_weight is None else _class_weights(target, head, options, dtype)
+    divisors = _divisors(target, head, ranks, options, divisor, dtype, token_weight, class_weights)
+    row_weight = None
+    if class_weights is not None and input.dtype == torch.float16:
+        row_weight = _summed_class_weights(class_weights, head, ranks, options)
+    split = float16.split_loss(input.dtype, divisors, target, token_weight, loss=options, row_weight=row_weight)
+    one = divisors.new_ones(())
+    token_weight, weights_of_chunks, shares = (
+        None if rows is None else rows.to(dtype).reshape(parts, -1)
+        for rows in (token_weight, None if split.shares is None else split.token_weight, split.shares)
+    )
     chunk_values: list[tuple[Any, ...]] = []
 
     def upstream(rows: RowStatistics, part: RowRange) -> RowGradients:
         factors = () if token_weight is None else (part.of(token_weight),)
         chunk_values.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
-        return RowGradients(*(factors or (one,)), divisors=chunk_divisors)
+        if weights_of_chunks is not None:
+            return RowGradients(part.of(weights_of_chunks), divisors=split.divisors)
+        return RowGradients(*(factors or (one,)), divisors=split.divisors)
 
     loop_args = (input, target, head, options, upstream, Collectives(ranks), loop.wanted_gradients(input, head))
-    gradients = loop.gradients(*loop_args, scattered=scattered, sum_over_ranks=sum_grad_input)
+    gradients = loop.gradients(*loop_args, scattered=scattered, sum_over_ranks=sum_grad_input, shares=shares)
     columns = zip(*chunk_values, strict=True)
     row_loss, lse, target_weight, targets, *weights = (concatenated(values) for values in columns)
     value = reduced(RowValues(row_loss, lse, target_weight), targets, options, divisor, *weights)
-    return loop.value(value, input, head, gradients, product_divisor)
+    return loop.value(value, input, head, gradients, split, ranks.rank if scattered else None)
 
 
 def _divisors(
@@ -105,22 +112,38 @@ def _divisors(
     divisor: Tensor | None,
     dtype: torch.dtype,
     token_weight: Tensor | None,
+    class_weights: Tensor | None,
 ) -> Tensor:
-    """(2,), as from chunks.divided_by. The class weights of targets are summed over the ranks that hold them."""
-    class_start, num_classes = head.shard_range
-    weight = head.class_weight
-    if weight is None or options.reduction != "mean":
-        return chunks.divided_by(target, None, divisor, num_classes, dtype, options, token_weight)
-    ignore_index = options.row_options.ignore_index
-    columns = columns_of(head.weight.shape[0], *head.shard_range)
-    column = target.to(torch.int64) - class_start
-    is_here = (column >= 0) & (column < columns) & reference.is_counted(target, ignore_index)
-    if columns > 0:
-        weights = torch.where(is_here, weight.to(dtype)[torch.where(is_here, column, 0)], 0.0)
-    else:
-        weights = torch.zeros_like(target, dtype=dtype)
-    divisors = reductions.divisor_of(weights, target, ignore_index, token_weight)
+    """(2,), as from chunks.divided_by. ``class_weights``: those of ``_class_weights``, summed over the ranks."""
+    if class_weights is None or options.reduction != "mean":
+        return chunks.divided_by(target, None, divisor, head.shard_range[1], dtype, options, token_weight)
+    divisors = reductions.divisor_of(class_weights, target, options.row_options.ignore_index, token_weight)
     if ranks.world == 1:
         return divisors
     total = rank_sums.wait(rank_sums.start(divisors[0], ranks.world, ranks.name, scattered=False, in_rank_order=False))
     return torch.stack([total, divisors[1]])
+
+
+def _class_weights(target: Tensor, head: HeadSlice, options: LossOptions, dtype: torch.dtype) -> Tensor:
+    """Of the target's shape: the class weights of targets that this rank holds, 0 for the others."""
+    assert head.class_weight is not None
+    columns = head.columns()
+    column = target.to(torch.int64) - head.shard_range[0]
+    is_here = (column >= 0) & (column < columns) & reference.is_counted(target, options.row_options.ignore_index)
+    if columns == 0:
+        return torch.zeros_like(target, dtype=dtype)
+    return torch.where(is_here, head.class_weight.to(dtype)[torch.where(is_here, column, 0)], 0.0)
+
+
+def _summed_class_weights(class_weights: Tensor, head: HeadSlice, ranks: Ranks, options: LossOptions) -> Tensor:
+    """The magnitudes of all targets' class weights, as in float16.magnitudes: one sum over the ranks."""
+    assert head.class_weight is not None
+    own, columns = class_weights.abs().reshape(-1), head.columns()
+    weights = torch.cat([own, head.class_weight[:columns].to(own.dtype).abs().sum().view(1)])
+    if ranks.world > 1:
+        sum_args = (ranks.world, ranks.name)
+        weights = rank_sums.wait(rank_sums.start(weights, *sum_args, False, ranks.in_rank_order))
+    rows = weights[:-1].view(class_weights.shape)
+    smoothing, number = options.row_options.label_smoothing, head.shard_range[1]
+    mean = weights[-1] / (columns if number is None else number)
+    return torch.lerp(rows, mean, smoothing) if smoothing > 0.0 else rows

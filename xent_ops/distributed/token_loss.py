@@ -59,7 +59,7 @@ def vocab_parallel_linear_token_loss(
     """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
 
     Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
-    gradient of its input. A step takes three products, and holds two chunks of logits.
+    gradient of its input. A step takes three products (four in float16), and holds two chunks of logits.
 
     Args:
         input, weight_shard, target, group, num_classes, class_start, bias_shard, sequence_parallel: as for
@@ -125,7 +125,8 @@ def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = 
         with torch.no_grad():
             statistics_of_rows, ordered = statistics()
             function.check(*statistics_of_rows, ordered)
-    if call.ids is None and not call.pipelined:
+    # In float16 each row's factor (head/float16.py) follows from the derivatives of all rows.
+    if call.ids is None and not (call.pipelined and input.dtype != torch.float16):
         statistics_of_rows, ordered = statistics()
         return divided(function.all_values(*statistics_of_rows, ordered), call.divisor)
     if call.ids is not None:  # only the loop over all rows supports several classes a row

@@ -108,8 +108,9 @@ def gradients(
 
     if any(output_mask):
         row_values = (*row_grads, lses, entropies, lse_coefficients, lse_lows)
-        products.run(visit, indices, *row_values, gradient=True, factors=factors)
-    return in_dtype(products.gradients(input.shape), input.dtype)
+        shares = None if factors is None else factors.shares
+        products.run(visit, indices, *row_values, gradient=True, shares=shares)
+    return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
 def with_grad(
@@ -134,17 +135,16 @@ def with_grad(
     """(value, divisors, loss, lse, argmax, entropy, gradients). Loss, lse, argmax and entropy have one value per row.
 
     argmax and entropy are (0,) if they are not wanted. The gradients of the weight and the bias have the dtype
-    in which they were added up. For float16, divide them by the second result of split_divisors.
+    in which they were added up. For float16 they lack the factors of ``float16.split_loss``.
     """
     loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
     divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    chunk_divisors, _ = float16.split_divisors(
-        input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss
-    )
-    inverse = chunk_divisors.reciprocal()
+    split = float16.split_loss(input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss)
+    inverse = split.divisors.reciprocal()
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
-    packed_weights = None if token_weight is None else rows.pack(token_weight.to(dtype))
+    packed_weights = None if split.token_weight is None else rows.pack(split.token_weight.to(dtype))
+    shares = None if split.shares is None else rows.pack(split.shares)
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     row_args = (weight, with_argmax, with_entropy, products.grad_dtype)
 
@@ -152,7 +152,7 @@ def with_grad(
         scales = factors(inverse, token_weight, lse_square_scale)
         return products.write("cross_entropy_with_grad", logits, logits, target, *scales, *row_args, **keywords)
 
-    computed = products.run(visit, rows.indices(), packed_weights, gradient=True)
+    computed = products.run(visit, rows.indices(), packed_weights, gradient=True, shares=shares)
     statistics = unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, None)
     row_loss, lse, *_ = statistics
     value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight).value

@@ -108,8 +108,9 @@ def gradients(
 
     if any(output_mask):
         values = [rows.pack(value) for value in statistics.unbind()]
-        products.run(visit, indices, upstream, *values, gradient=True, factors=factors)
-    return in_dtype(products.gradients(input.shape), input.dtype)
+        shares = None if factors is None else factors.shares
+        products.run(visit, indices, upstream, *values, gradient=True, shares=shares)
+    return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
 def with_grad(
@@ -135,16 +136,18 @@ def with_grad(
     spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
     loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    inverse = float16.split_divisors(input.dtype, divisors, target, token_weight, loss=loss)[0][0].reciprocal()
+    split = float16.split_loss(input.dtype, divisors, target, token_weight, loss=loss)
+    inverse = split.divisors[0].reciprocal()
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
-    factors = None if token_weight is None else inverse * rows.pack(token_weight.to(dtype))
+    factors = None if split.token_weight is None else inverse * rows.pack(split.token_weight.to(dtype))
+    shares = None if split.shares is None else rows.pack(split.shares)
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
         row_args = (teacher_logits, target, inverse if factor is None else factor)
         return products.write("distillation_with_grad", logits, logits, *row_args, **spec.keywords())
 
-    computed = products.run(visit, rows.indices(), factors, gradient=True)
+    computed = products.run(visit, rows.indices(), factors, gradient=True, shares=shares)
     (row_loss,) = unpack_statistics(rows, computed, (0.0,), target, None)
     mean = loss._replace(reduction="mean")
     value = reductions.reduce_rows(row_loss, row_loss, target, divisors, mean, token_weight).value

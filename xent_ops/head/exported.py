@@ -56,7 +56,6 @@ class ExportedProducts(Functional):
         self.dtype = chunking.logits_dtype
         self.sum_dtype = accumulator_of_weight(input.dtype, accumulate_dtype)
         self.padding, self.other_heads = padding, other_heads
-        self.factors: RowFactors | None = None
         self.grad_dtype = None if self.dtype in (None, input.dtype) else input.dtype
         number = rows.number
         self.starts: Sequence[int] = (0,)
@@ -71,9 +70,9 @@ class ExportedProducts(Functional):
         return values if len(self.starts) == 1 else values[start : start + self.size]
 
     def run(
-        self, visit: Visit, *values: Tensor | None, gradient: bool = False, factors: RowFactors | None = None
+        self, visit: Visit, *values: Tensor | None, gradient: bool = False, shares: Tensor | None = None
     ) -> list[Tensor]:
-        statistics, self.factors = [], factors
+        statistics = []
         for start in self.starts:
             parts = [None if value is None else self._part(value, start) for value in values]
             heads = (self, *self.other_heads)
@@ -84,8 +83,8 @@ class ExportedProducts(Functional):
             results = visit(*logits, *parts)
             if gradient:
                 *results, grad_logits = results
-                shares = None if factors is None else self._part(factors.shares, start)
-                self._add(inputs[0], grad_logits.to(self.input.dtype), shares)
+                shares_of_chunk = None if shares is None else self._part(shares, start)
+                self._add(inputs[0], grad_logits.to(self.input.dtype), shares_of_chunk)
             statistics.append(results)
         return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
@@ -98,7 +97,7 @@ class ExportedProducts(Functional):
             dtype = reference.accumulator(x)
             self.grads[2].append(times(gradient.to(dtype), shares).sum(0))
 
-    def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, shape: torch.Size, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
         none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
         grad_input = self.rows.unpack_rows(concatenated(self.grads[0])).view(shape) if self.grads[0] else none
         weight, bias = (
@@ -107,11 +106,11 @@ class ExportedProducts(Functional):
         if self.padding:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, self.padding)) if self.mask[1] else weight
             bias = torch.nn.functional.pad(bias, (0, self.padding)) if self.mask[2] else bias
-        if self.factors is not None:
+        if factors is not None:
             if self.mask[0]:
-                factors = self.rows.unpack(self.factors.rows, 0).view(*shape[:-1], 1)
-                grad_input = (grad_input * factors).to(grad_input.dtype)
-            weight, bias = (reference.scaled_grad(grad, self.factors.largest) for grad in (weight, bias))
+                row_factors = self.rows.unpack(factors.rows, 0).view(*shape[:-1], 1)
+                grad_input = (grad_input * row_factors).to(grad_input.dtype)
+            weight, bias = (reference.scaled_grad(grad, factors.largest) for grad in (weight, bias))
         return grad_input, weight, bias
 
 

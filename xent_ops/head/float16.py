@@ -1,12 +1,14 @@
 """float16 cannot hold a gradient that was divided by the number of rows, or multiplied by a large weight.
 
 With 32768 rows and 128256 classes almost all of it would be zero. So the gradient of float16 logits is computed for
-upstream gradients whose largest magnitude is one. The factors that this took out multiply the products later, whose
-sums over chunks are float32. There are two kinds:
+upstream gradients whose largest magnitude is about one. The factors that this took out multiply the products later,
+whose sums over chunks are float32. There are two kinds:
 
-- a divisor for all rows of a reduced loss, whose gradients are computed with the loss (``split_divisors``);
-- a factor for each row where upstream gradients are known (``split_grads``, ``RowFactors``). Then the bits of a row of
-  the input's gradient do not depend on the other rows.
+- a factor for all rows of a reduced loss without weights of rows (``split_loss``);
+- a factor for each row where the rows have weights, or upstream gradients of their own (``split_loss``,
+  ``split_grads``). It is a power of two that multiplies the row of the input's gradient. In the product for the
+  weight's gradient the input's row is multiplied by its share of the largest factor. Then a row that weighs little
+  keeps its bits, and they do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ def divisible(number: Tensor) -> Tensor:
     return torch.where((number != 0.0) & number.isfinite(), number, 1.0)
 
 
-def split_divisors(
+class Split(NamedTuple):
+    """The upstream gradients of a reduced loss for chunks of logits, and the factors that their products lack."""
+
+    divisors: Tensor  # (2,), of the gradients of a chunk's logits
+    token_weight: Tensor | None  # their weights, of the target's shape
+    divisor: Tensor | None = None  # (): of the products
+    rows: Tensor | None = None  # of the target's shape: instead of the divisor, factors of the input's gradient
+    shares: Tensor | None = None  # of the target's shape: ``RowFactors.shares``
+
+
+def split_loss(
     dtype: torch.dtype,
     divisors: Tensor,
     target: Tensor,
@@ -36,24 +48,31 @@ def split_divisors(
     weight: Tensor | None = None,
     classes: int = 1,
     loss: LossOptions = DEFAULT_LOSS,
-) -> tuple[Tensor, Tensor | None]:
-    """(divisors of the gradients of a chunk's logits, (2,); divisor of their products, ()).
+    row_weight: Tensor | None = None,
+) -> Split:
+    """For a reduced loss and its z-loss, whose gradients are computed with the loss.
 
-    For a reduced loss and its z-loss, with these weights of rows. Without ``weight`` all class weights count as
-    their mean, the quotient of the two divisors, because a rank does not have the class weights of all targets.
+    ``row_weight``, of the target's shape: the class weights of the rows, for a rank that has a slice of ``weight``.
     """
     if dtype != torch.float16:
-        return divisors, None
-    target, options = target.reshape(-1), loss.row_options
-    factors = divisors.reciprocal().unsqueeze(-1).expand(2, target.shape[0])
+        return Split(divisors, token_weight)
+    rows, options = target.reshape(-1), loss.row_options
+    factors = divisors.reciprocal().unsqueeze(-1).expand(2, rows.shape[0])
     if token_weight is not None:
         factors = factors * reductions.counted_weights(
-            token_weight.reshape(-1), target, options.ignore_index, divisors.dtype
+            token_weight.reshape(-1), rows, options.ignore_index, divisors.dtype
         )
     square_factors = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
-    loss_factors = factors[1] if weight is None else factors[0]
-    factor = largest(magnitudes(target, weight, None, classes, options, loss_factors, square_factors))
-    return divisors * factor, factor.reciprocal()
+    row_weight = None if row_weight is None else row_weight.reshape(-1)
+    numbers = magnitudes(rows, weight, row_weight, classes, options, factors[0], square_factors)
+    if token_weight is None and weight is None and row_weight is None:
+        factor = largest(numbers)
+        return Split(divisors * factor, None, factor.reciprocal())
+    taken = row_factors(numbers)
+    inverse = taken.rows.reciprocal().view(target.shape)
+    token_weight = inverse if token_weight is None else inverse * token_weight.to(inverse.dtype)
+    shares = taken.shares.view(target.shape)
+    return Split(divisors, token_weight, taken.largest.reciprocal(), taken.rows.view(target.shape), shares)
 
 
 def largest(numbers: Tensor) -> Tensor:
@@ -82,18 +101,27 @@ def magnitudes(
     elif weight is not None:
         target_weights = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
         if options.label_smoothing > 0.0:
-            target_weights = target_weights.abs() + weight.to(grad_loss.dtype).abs().mean()
+            mean = weight.to(grad_loss.dtype).abs().mean()
+            target_weights = torch.lerp(target_weights.abs(), mean, options.label_smoothing)
         loss_grads = loss_grads * target_weights
     rows = [loss_grads, *(grad for grad in grads if grad is not None)]
     return torch.stack(rows).abs().amax(0)
 
 
 class RowFactors(NamedTuple):
-    """What ``split_grads`` took out of the upstream gradients of rows."""
+    """What is taken out of the upstream gradients of rows."""
 
-    rows: Tensor  # (n,)
+    rows: Tensor  # (n,), powers of two
     largest: Tensor  # ()
     shares: Tensor  # (n,): factors of rows over the largest one
+
+
+def row_factors(numbers: Tensor) -> RowFactors:
+    """Factors for rows with these magnitudes, (n,)."""
+    powers = divisible(torch.pow(2.0, numbers.log2().ceil().clamp(max=127)))
+    divisor = largest(torch.where(numbers == 0.0, 0.0, powers))
+    rows = torch.where(numbers == 0.0, divisor, powers)  # negative class weights may add up to 0 beside a gradient
+    return RowFactors(rows, divisor, rows / divisor)
 
 
 def times(rows: Tensor, factors: Tensor | None) -> Tensor:
@@ -117,9 +145,6 @@ def split_grads(
     if dtype != torch.float16:
         return None, grads
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
-    numbers = magnitudes(target, weight, lse_coefficient, classes, options, *row_grads)
-    powers = divisible(torch.pow(2.0, numbers.log2().ceil().clamp(max=127)))
-    divisor = largest(torch.where(numbers == 0.0, 0.0, powers))
-    rows = torch.where(numbers == 0.0, divisor, powers)  # negative class weights may add up to 0 beside a gradient
-    divided = [None if grad is None else grad / rows.view(-1, *(1,) * (grad.dim() - 1)) for grad in grads]
-    return RowFactors(rows, divisor, rows / divisor), divided
+    taken = row_factors(magnitudes(target, weight, lse_coefficient, classes, options, *row_grads))
+    divided = [None if grad is None else grad / taken.rows.view(-1, *(1,) * (grad.dim() - 1)) for grad in grads]
+    return taken, divided

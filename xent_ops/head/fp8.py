@@ -241,7 +241,7 @@ class Fp8Products(Products):
             if isinstance(self.rows, PackedRows):
                 self.input.index_copy_(0, self.rows.order[chunk], out)
         if sums_head:
-            shares = None if self.factors is None else self.factors.shares[chunk]
+            shares = None if self.shares is None else self.shares[chunk]
             self.bounds[place : place + stop - start] = (
                 row_values.bound if shares is None else row_values.bound * shares
             )

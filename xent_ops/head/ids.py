@@ -140,8 +140,9 @@ def gradients(
         return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
 
     if any(output_mask):
-        products.run(visit, *row_grads, rows.pack_classes(ids), *values, gradient=True, factors=factors)
-    return in_dtype(products.gradients(input.shape), input.dtype)
+        shares = None if factors is None else factors.shares
+        products.run(visit, *row_grads, rows.pack_classes(ids), *values, gradient=True, shares=shares)
+    return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
 def with_grad(
@@ -153,6 +154,7 @@ def with_grad(
     linear_bias: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     accumulate_dtype: torch.dtype | None = None,
+    shares: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     backend: Backend = IN_MEMORY,
@@ -182,6 +184,7 @@ def with_grad(
         return at_ids, lse, products.write_columns(grad_logits, products.grad_dtype, *column_args, options=options)
 
     indices = (rows.pack_classes(ids), rows.indices())
-    computed = products.run(visit, *indices, grad_ids, grad_lse_squares, gradient=True)
+    shares = None if shares is None else rows.pack(shares)
+    computed = products.run(visit, *indices, grad_ids, grad_lse_squares, gradient=True, shares=shares)
     values = unpack_statistics(rows, computed, (0.0, math.inf), target, None)
     return *values, *products.gradients(input.shape)

@@ -28,6 +28,7 @@ from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
 from ..kernels.reference import columns_of
 from . import shard
 from .chunks import as_rows
+from .float16 import Split
 from .packing import as_index, filled_up, whole_chunk
 from .products import accumulator_of_weight, concatenated, head_gradients
 from .shard import RowStatistics
@@ -233,6 +234,7 @@ def run_loop(
     scattered: bool = False,  # the inputs have this rank's part of the rows
     sum_over_ranks: bool = True,  # else the input's gradient is this rank's part of the sum
     ids: Tensor | None = None,  # several classes per row, (parts, N, K), in the order of the targets
+    shares: Tensor | None = None,  # (parts, N): factors of rows in the gradients of the weight and the bias
 ) -> Gradients:
     """The loop over chunks."""
     input, parts = inputs[0], ranks.world if scattered else 1
@@ -282,7 +284,8 @@ def run_loop(
             if output_mask[0]:
                 grad_inputs.append(ranks.sum(grad_input, scattered) if sum_over_ranks else grad_input)
             if output_mask[1] or output_mask[2]:
-                _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits[0], x, columns, i == 0, counts[i])
+                chunk_args = (columns, i == 0, counts[i], None if shares is None else part.of(shares))
+                _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits[0], x, *chunk_args)
             del grad_input, results
         del logits
         if not overlaps and i + 1 < len(chunk_inputs):
@@ -317,7 +320,15 @@ def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:
     return [enabled and tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias)]
 
 
-def value(value: Tensor, input: Tensor, head: HeadSlice, grads: Gradients, divisor: Tensor | None) -> Tensor:
-    """The loss. Its derivatives are these gradients, divided by the divisor once."""
-    gradient_args: tuple[Any, ...] = (input, head.weight, head.bias, *grads, divisor)
+def value(
+    value: Tensor,
+    input: Tensor,
+    head: HeadSlice,
+    grads: Gradients,
+    split: Split,  # has the factors that the gradients lack
+    part: int | None = None,  # the input has this part of the rows
+) -> Tensor:
+    """The loss. Its derivatives are these gradients."""
+    rows = split.rows if split.rows is None or part is None else split.rows[part]
+    gradient_args: tuple[Any, ...] = (input, head.weight, head.bias, *grads, split.divisor, rows)
     return _ops.attach_gradients(value, *gradient_args)

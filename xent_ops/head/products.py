@@ -90,7 +90,7 @@ class Products(InPlace):
         other_heads: Sequence[Products] = (),  # other heads, whose chunks have the same rows
     ) -> None:
         self.other_heads = other_heads
-        self.factors: RowFactors | None = None
+        self.shares: Tensor | None = None
         self.logits_dtype = chunking.logits_dtype or input.dtype
         self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
@@ -147,14 +147,14 @@ class Products(InPlace):
             logits_of(self.part, self.head, self.head_bias, logits)
 
     def run(
-        self, visit: Visit, *values: Tensor | None, gradient: bool = False, factors: RowFactors | None = None
+        self, visit: Visit, *values: Tensor | None, gradient: bool = False, shares: Tensor | None = None
     ) -> list[Tensor]:
-        """The statistics of all computed rows. With ``gradient`` the head's gradients are added up too, times
-        ``factors``.
+        """The statistics of all computed rows. With ``gradient`` the head's gradients are added up too.
 
-        ``values``: (number, ...), values of these rows. ``visit`` gets the values of one chunk.
+        ``values``: (number, ...), values of these rows. ``visit`` gets the values of one chunk. ``shares``, (number,):
+        factors of the rows in the gradients of the weight and the bias (float16.py).
         """
-        statistics, self.factors = [], factors
+        statistics, self.shares = [], shares
         heads = (self, *self.other_heads)
         for chunks in zip(*(products.chunks() for products in heads), strict=True):
             chunk = chunks[0][0]
@@ -166,22 +166,22 @@ class Products(InPlace):
             statistics.append(results)
         return [concatenated(parts) for parts in zip(*statistics, strict=True)]
 
-    def gradients(self, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes."""
+    def gradients(self, shape: torch.Size, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes, times ``factors``."""
         if self.rows.size is not None:
             self.input = self.rows.unpack_rows(self.input)
-        if self.factors is not None:
+        if factors is not None:
             if self.mask[0]:
-                self.input.mul_(self.rows.unpack(self.factors.rows, 0).unsqueeze(1))
+                self.input.mul_(self.rows.unpack(factors.rows, 0).unsqueeze(1))
             for gradient in (self.padded_weight, self.padded_bias):
-                _ops.scale_grad_(gradient, self.factors.largest)
+                _ops.scale_grad_(gradient, factors.largest)
         return self.input.view(shape if self.mask[0] else 0), self.padded_weight, self.padded_bias
 
     def add(self, chunk: slice, logits: Tensor) -> None:
         """Add the products of the last chunk from ``chunks``. Its gradient is written over its logits."""
         gradient, shares = gradient_in(logits, self.grad_dtype), None
-        if self.factors is not None:
-            shares = self.factors.shares[chunk]
+        if self.shares is not None:
+            shares = self.shares[chunk]
             self.part = times(self.part, shares) if self.mask[1] else self.part
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)

@@ -21,6 +21,7 @@ from ..kernels.reference_ids import Masked, gather, mask
 from ..kernels.rows import front_of, padded_classes
 from .backend import IN_MEMORY, Backend
 from .chunks import as_rows, classes_of
+from .float16 import times
 from .ids import gradient
 from .products import (
     InPlace,
@@ -360,11 +361,12 @@ def chunk_add_(
     columns: int,
     first: bool,
     count: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> None:
-    """A gradient of shape (0,) is not wanted. With ``first`` the sums start at zero."""
+    """A gradient of shape (0,) is not wanted. With ``first`` the sums start at zero. ``shares``: factors of rows."""
     class_grads = front_of(grad_logits[:, :columns], input.dtype)
     if grad_linear_weight.dim() == 2:
-        class_total = grad_linear_weight[:columns]
+        class_total, input = grad_linear_weight[:columns], times(input, shares)
         can_count = count is not None and grad_logits.dtype == input.dtype
         kernels = counting_kernels(input, class_total) if can_count else None
         if kernels is None:
@@ -372,6 +374,6 @@ def chunk_add_(
         else:
             kernels.grad_weight(class_grads, input, count, class_total, add=not first)
     if grad_linear_bias.numel() > 0:
-        add_rows(grad_linear_bias[:columns], class_grads, first)
+        add_rows(grad_linear_bias[:columns], class_grads, first, shares)
     if first:
         zero_behind(grad_linear_weight, grad_linear_bias, columns)

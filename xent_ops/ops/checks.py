@@ -296,16 +296,6 @@ def one_shape(products: str | None, input: Tensor) -> None:
         )
 
 
-def scaled_by_rows(batch_invariant: bool, input: Tensor, *weights: Tensor | None) -> None:
-    """Refuse gradients of a mean or a sum whose scale is the largest weight of all rows (head/float16.py)."""
-    if batch_invariant and input.dtype == torch.float16 and any(weight is not None for weight in weights):
-        raise NotImplementedError(
-            "batch_invariant=True takes no float16 gradients of a mean or a sum with weights of tokens or classes, "
-            'because they are scaled by the largest weight of all rows: use reduction="none", bfloat16 or float32, '
-            "or call it in torch.no_grad()"
-        )
-
-
 def chunk_rows(number: int | None) -> None:
     if number is None or (type(number) is int and number >= 1):
         return

@@ -46,12 +46,17 @@ def _teacher_product(call: Call) -> int:
 
 
 def _with_grads(call: Call) -> int:
-    """The product for the logits, and one for each gradient in the mask. A bias' gradient is a sum, not a product."""
-    return (1 + sum(call.output_mask[:2])) * _product(call)
+    """The product for the logits, and one for each gradient in the mask. A bias' gradient is a sum; with shares of rows
+    it is a product with them."""
+    product, has_shares = _product(call), getattr(call, "shares", None) is not None
+    of_bias = product // call.linear_weight.shape[1] if has_shares and call.output_mask[2] else 0
+    return (1 + sum(call.output_mask[:2])) * product + of_bias
 
 
 def _grad_weight_product(call: Call) -> int:
-    return 2 * math.prod(call.input.shape) * call.columns if call.grad_linear_weight.dim() == 2 else 0
+    of_weight = call.input.shape[1] if call.grad_linear_weight.dim() == 2 else 0
+    of_bias = 1 if call.shares is not None and call.grad_linear_bias.numel() > 0 else 0
+    return 2 * call.input.shape[0] * call.columns * (of_weight + of_bias)
 
 
 # The operators with products.

@@ -48,6 +48,8 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "grad_lse": ("float", "...", "one value for each row of the {primary}"),
     "grad_entropy": ("float", "...", "one value for each row of the {primary}"),
     "grad_ids": ("float", "... K", "one number for each of the ids"),
+    "shares": ("float", "...", "one value for each row of the {primary}"),
+    "row_factors": ("float", "...", "one value for each row of the {primary}"),
     "grad_log_probs": ("float", "... K", "one number for each of the ids"),
 }
 

@@ -74,8 +74,6 @@ def _products(call: Call) -> None:
 def _batch_invariant(call: Call) -> None:
     if hasattr(call, "linear_weight"):
         checks.one_shape(call.products, call.input)
-        if hasattr(call, "reduction"):  # the gradients are made with the loss
-            checks.scaled_by_rows(True, call.input, call.weight, call.token_weight)
 
 
 def chunking(call: Call) -> None:

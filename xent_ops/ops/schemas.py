@@ -34,6 +34,7 @@ GRAD_DTYPE = "ScalarType? grad_dtype=None"
 COUNT = "Tensor? count=None"  # (), the number of counted rows of a chunk; ignored rows follow them
 # Never read. It only orders a graph: the operator runs after the one that returned this tensor, such as "done", (0,).
 AFTER = "Tensor? after=None"
+SHARES = "Tensor? shares=None"  # factors of rows in the gradients of the weight and the bias: head/float16.py
 IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
 MASK_IDS = "bool mask_ids=False"  # lse is that of the classes that the ids of a row do not name
 DISTILLATION = (
@@ -187,7 +188,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # The derivatives of their log-probabilities, (..., K), and of lse^2, (...), are constants: one visit of the logits.
     "linear_token_logits_with_grad": (
         "(Tensor input, Tensor linear_weight, Tensor ids, Tensor grad_log_probs, Tensor? grad_lse_square=None, "
-        f"Tensor? linear_bias=None, {OUTPUT_MASK}, {ACCUMULATE}, *, {OPTIONS}, {CHUNKING}) "
+        f"Tensor? linear_bias=None, {OUTPUT_MASK}, {ACCUMULATE}, {SHARES}, *, {OPTIONS}, {CHUNKING}) "
         f"-> (Tensor at_ids, Tensor lse, {LINEAR_GRADS})",
         None,
     ),
@@ -250,7 +251,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_cross_entropy_chunk_add_": (
         "(Tensor(a!) grad_linear_weight, Tensor(b!) grad_linear_bias, Tensor grad_logits, Tensor input, "
-        f"SymInt columns, bool first, {COUNT}) -> ()",
+        f"SymInt columns, bool first, {COUNT}, {SHARES}) -> ()",
         None,
     ),
     # The same for a student's and a teacher's slices. The other two operators of the loop serve both.
@@ -268,7 +269,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "attach_gradients": (
         f"(Tensor value, Tensor input, Tensor linear_weight, Tensor? linear_bias, {LINEAR_GRADS}, "
-        "Tensor? divisor=None) -> Tensor loss",
+        "Tensor? divisor=None, Tensor? row_factors=None) -> Tensor loss",
         None,
     ),
 }

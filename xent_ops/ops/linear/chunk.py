@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...head import shard
+from ...head.float16 import Split
 from ...kernels.rows import padded_classes
 from .. import checks
 from ..contract import Call, packed_width
@@ -67,6 +68,7 @@ def _attached(
     grad_linear_weight: Tensor,
     grad_linear_bias: Tensor,
     divisor: Tensor | None = None,
+    row_factors: Tensor | None = None,
 ) -> Tensor:
     return value.clone()
 
@@ -80,7 +82,8 @@ def _check_gradients(call: Call) -> None:
 
 
 def _save_gradients(ctx: Any, call: Call, output: Tensor) -> None:
-    keep_gradients(ctx, call, [getattr(call, f"grad_{name}") for name in HEAD_NAMES], call.divisor)
+    gradients = [getattr(call, f"grad_{name}") for name in HEAD_NAMES]
+    keep_gradients(ctx, call, gradients, Split(call.value, None, call.divisor, call.row_factors))
 
 
 def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:

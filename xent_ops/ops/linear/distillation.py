@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...head import distillation as head_distillation
-from ...head.float16 import split_divisors
+from ...head.float16 import split_loss
 from ...kernels.options import LossOptions, RowOptions
 from ..checks import divisor_needs_grad
 from ..contract import Call
@@ -31,8 +31,8 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     _value, divisors, *gradients = output
     ctx.mark_non_differentiable(divisors, *gradients)
     loss = LossOptions(RowOptions(call.ignore_index))
-    _, divisor = split_divisors(call.input.dtype, divisors, call.target, call.token_weight, loss=loss)
-    keep_gradients(ctx, call, gradients, divisor)
+    split = split_loss(call.input.dtype, divisors, call.target, call.token_weight, loss=loss)
+    keep_gradients(ctx, call, gradients, split)
 
 
 def _backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:

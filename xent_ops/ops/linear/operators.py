@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...head import chunks, cross_entropy
-from ...head.float16 import split_divisors
+from ...head.float16 import Split, split_loss
 from ...kernels import reference_linear
 from ...kernels.options import Chunking, LossOptions, as_record
 from .. import transforms
@@ -60,8 +60,7 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     save_for(ctx, "linear_cross_entropy_backward", call, "token_weight", **results)
     loss = LossOptions(as_record(call._asdict())["options"], call.lse_square_scale)
     tensors = (divisors, call.target, call.token_weight, call.weight)
-    _, divisor = split_divisors(call.input.dtype, *tensors, call.linear_weight.shape[0], loss)
-    keep_gradients(ctx, call, gradients, divisor)
+    keep_gradients(ctx, call, gradients, split_loss(call.input.dtype, *tensors, call.linear_weight.shape[0], loss))
 
 
 def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None, grad_lse: Any, *_: None) -> Gradients:
@@ -86,11 +85,11 @@ def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None,
 # returns them.
 
 
-def keep_gradients(ctx: Any, call: Call, gradients: Sequence[Tensor], divisor: Tensor | None) -> None:
-    """``divisor``, a tensor (): ``give_away`` divides the gradients by it."""
+def keep_gradients(ctx: Any, call: Call, gradients: Sequence[Tensor], split: Split) -> None:
+    """``split`` has the factors that the gradients lack."""
     output_mask = getattr(call, "output_mask", (True, True, True))
     ctx.mask = [bool(is_made and needed) for is_made, needed in zip(output_mask, mask_of(ctx), strict=True)]
-    ctx.dtype, ctx.gradients, ctx.divisor = call.input.dtype, gradients, divisor
+    ctx.dtype, ctx.gradients, ctx.divisor, ctx.row_factors = call.input.dtype, gradients, split.divisor, split.rows
 
 
 def give_away_once(ctx: Any, grad: Tensor) -> Gradients:
@@ -106,13 +105,14 @@ def give_away_once(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
-    gradients, factor = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
+    gradients, all_rows = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
+    factors = (all_rows if ctx.row_factors is None else grad * ctx.row_factors, all_rows, all_rows)
     if not keep:
         ctx.gradients = None
     # A tracer must not record a write: functionalization would hide it from xent_ops.decompositions.
     keep = keep or transforms.is_recorded()
     scaled: list[Tensor | None] = []
-    for gradient, is_wanted in zip(gradients, ctx.mask, strict=True):
+    for gradient, factor, is_wanted in zip(gradients, factors, ctx.mask, strict=True):
         if not is_wanted:
             scaled.append(None)
             continue
