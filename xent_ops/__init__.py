@@ -18,6 +18,7 @@ from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_t
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from .outputs import CrossEntropyOutputs, TokenLogProbs
 from .token_loss import linear_token_loss, token_loss
+from .top_k import linear_top_k_distillation_loss, top_k_distillation_loss
 from .use import remove_xent, use_xent
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ __all__ = [
     "linear_distillation_loss",
     "linear_token_log_probs",
     "linear_token_loss",
+    "linear_top_k_distillation_loss",
     "remove_xent",
     "token_log_probs",
     "token_loss",
+    "top_k_distillation_loss",
     "use_xent",
 ]
 

@@ -21,7 +21,6 @@ _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_distillation_with_grad": distillation.with_grad,
     "linear_token_logits": ids.statistics,
     "linear_token_logits_backward": ids.gradients,
-    "linear_token_logits_with_grad": ids.with_grad,
     "linear_cross_entropy_shard": shard.statistics,
 }
 _FORMS: dict[str, Callable[..., Any]] = {

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_classes
 from .functional import loss_of_logits
 from .kernels.options import HeadProducts, Reduction
 from .linear_call import LinearCall, bind, cross_entropy, statistics
@@ -35,8 +34,6 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     divisor: Tensor | float | None = None,
     token_weight: Tensor | None = None,
-    target_probs: Tensor | None = None,
-    tail: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -64,15 +61,6 @@ def linear_cross_entropy(
             targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0 is
             refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
         token_weight: as for ``cross_entropy``. It needs no additional product and no additional pass over the logits.
-        target_probs: (..., K), floating point: probabilities p of K classes per row, such as a teacher's top k. The
-            target, of the same shape, names the classes. They are a constant. The loss of a row is -sum_k p_k log q_k,
-            where q is the softmax. Ids equal to ignore_index are skipped, equal classes add up, and a row is ignored if
-            all of its places are. A mean divides by the number of counted rows. Not with ``weight``,
-            ``label_smoothing`` or ``products``.
-        tail: with target_probs, all other classes form one more class. Its probability is 1 - sum_k p_k, or NaN if
-            that is below -0.001 or below the rounding of their dtype, -0.0078 for bfloat16. Its log-probability is
-            accurate, however small it is. Without a tail, the loss of probabilities that add up to less than one is
-            not least at q = p.
         accumulate_dtype: the dtype that adds up the chunks' parts of linear_weight's gradient. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and needs V x H float32 for a while.
         chunk_rows: the rows of a chunk. Fewer rows need less memory, chunk_rows x V logits, and more time. None: the
@@ -117,12 +105,6 @@ def linear_cross_entropy(
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
-    if target_probs is not None:
-        name = "xent_ops.linear_cross_entropy with target_probs"
-        refuse_dtensors(name, input, linear_weight, target, target_probs)
-        transforms.refuse(name)
-        return few_classes.loss(few_classes.bind(call, target_probs, tail))
-    few_classes.without_probs(tail)
     if is_dtensor(input, linear_weight, target, linear_bias, weight, token_weight):
         from .distributed import linear_tensor  # for DTensors only: this import is slow
 

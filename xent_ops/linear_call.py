@@ -12,6 +12,7 @@ from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights
 from .kernels.reference import accumulator, is_counted
 from .ops import arguments, checks, transforms
+from .ops.library import refuse
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .ops.token_logits import target_and_ids
@@ -29,8 +30,6 @@ class LinearCall(NamedTuple):
     divisor: Tensor | None
     token_weight: Tensor | None
     ids: Tensor | None = None  # (..., K), several classes of each row
-    target_probs: Tensor | None = None  # (..., K), probabilities of the ids
-    tail: bool = False
     sequence_dim: int | None = None  # over ranks: the dimension of the target along which the input is split
     pipelined: bool = False  # over ranks: three products
 
@@ -45,11 +44,15 @@ class LinearCall(NamedTuple):
         if self.loss.reduction != "mean":
             return self
         ignore_index, dtype = self.loss.row_options.ignore_index, accumulator(self.input)
-        if self.token_weight is None:
-            divisor = is_counted(self.target, ignore_index).sum().to(dtype)
-        else:
-            divisor = counted_weights(self.token_weight, self.target, ignore_index, dtype).sum()
+        divisor = rows_counted(self.target, self.token_weight, ignore_index, dtype)
         return self._replace(divisor=divisor, loss=self.loss._replace(reduction="sum"))
+
+
+def rows_counted(target: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """(): the number of counted rows, or the sum of their weights."""
+    if token_weight is None:
+        return is_counted(target, ignore_index).sum().to(dtype)
+    return counted_weights(token_weight, target, ignore_index, dtype).sum()
 
 
 def bind(
@@ -79,6 +82,25 @@ def bind(
         checks.weight_without_grad(class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
+
+
+def refuse_call(call: LinearCall) -> None:
+    """Refuse what the operators would, for functions that compute before they call one, or call one for each chunk."""
+    head, options = call.head, call.loss.row_options
+    if transforms.is_jit_traced():  # its sizes are tensors
+        return
+    checks.token_weight(call.token_weight, call.target)
+    if transforms.is_traced():  # the operators of chunks refuse the rest
+        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, head.chunking)
+        rows = call.input.shape[:-1]
+        checks.same_shape("target", call.target.shape, rows, "a class index for each row of the input")
+        return
+    keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options._asdict()}
+    if call.ids is None:
+        head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)
+        refuse("linear_cross_entropy_forward", *head_args, **keywords)
+    else:
+        refuse("linear_token_logits", call.input, head.weight, call.ids, head.bias, **keywords)
 
 
 def cross_entropy(call: LinearCall) -> Tensor:

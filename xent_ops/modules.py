@@ -71,9 +71,7 @@ def _options_with_defaults(function: Callable[..., Tensor], *own_names: str) -> 
 
 
 _LOGITS_OPTIONS = _options_with_defaults(functional.cross_entropy, "token_weight")
-_HEAD_OPTIONS = _options_with_defaults(
-    linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight", "target_probs", "tail"
-)
+_HEAD_OPTIONS = _options_with_defaults(linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight")
 
 
 def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
@@ -138,9 +136,8 @@ class LinearCrossEntropyLoss(nn.Module):
         device, dtype: of the parameters, as in nn.Linear. A tied weight keeps its own.
         others: as for ``xent_ops.linear_cross_entropy``.
 
-    ``forward(input, target, divisor=None, token_weight=None, target_probs=None, tail=False)`` takes input (..., H) and
-    class indices (...), or (..., K) with their probabilities. It runs the module's hooks, so FSDP2 gathers the weight
-    once for forward and backward.
+    ``forward(input, target, divisor=None, token_weight=None)`` takes input (..., H) and class indices (...). It runs
+    the module's hooks, so FSDP2 gathers the weight once for forward and backward.
 
     Examples:
         >>> embedding = torch.nn.Embedding(1000, 16)
@@ -224,14 +221,13 @@ class LinearCrossEntropyLoss(nn.Module):
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
             nn.init.uniform_(self.bias, -bound, bound)
 
+    @arguments.named
     def forward(
         self,
         input: Tensor,
         target: Tensor,
         divisor: Tensor | float | None = None,
         token_weight: Tensor | None = None,
-        target_probs: Tensor | None = None,
-        tail: bool = False,
     ) -> Tensor:
         if self._untied is self.weight:
             raise RuntimeError(
@@ -246,8 +242,6 @@ class LinearCrossEntropyLoss(nn.Module):
             weight=self.class_weight,
             divisor=divisor,
             token_weight=token_weight,
-            target_probs=target_probs,
-            tail=tail,
             **_options_of(self, _HEAD_OPTIONS),
         )
 

@@ -35,11 +35,41 @@ class _Agreed(NamedTuple):
     reads_entropy: bool
 
 
-class TokenFunction:
-    """A user's function. A call on two tokens of zeros shows which fields it reads and that it returns two numbers.
+class TokenRows:
+    """Tensors that a loss reads beside the statistics of tokens. Its subclasses are the losses of ``loss_of_head``.
 
     ``rows`` are tensors (target's shape, *). If a token has several classes, ``ids``, they are the last of the rows.
-    With ``mask_ids`` the function gets x of the ids as log_probs, and the lse of all other classes as lse.
+    """
+
+    reads_entropy = False
+    mask_ids = False  # the lse is that of the classes that no id of the token names
+    upstream_of_parts: Callable[..., Callable[..., RowGradients]]
+    all_values: Callable[..., Tensor]
+
+    def __init__(
+        self, rows: list[Tensor], target: Tensor, ignore_index: int, dtype: torch.dtype, ids: Tensor | None
+    ) -> None:
+        self.rows, self.several = rows if ids is None else [*rows, ids], ids is not None
+        self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
+        self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # per token
+
+    def ids(self, parts: int = 1) -> Tensor | None:
+        """(parts, tokens, K), or None if a token has one class."""
+        return self._rows(parts, self.number // parts)[-1] if self.several else None
+
+    def arrange(self, order: Callable[[Tensor], Tensor], number: int | None = None) -> None:
+        """Bring the tokens of all rows into another order, or take ``number`` of them."""
+        self.rows = [order(row) for row in self.rows]
+        self.number = self.number if number is None else number
+
+    def _rows(self, *shape: int) -> list[Tensor]:
+        """The rows, reshaped to (*shape, *)."""
+        return [row.reshape(*shape, *tail) for row, tail in zip(self.rows, self._token_shapes, strict=True)]
+
+
+class TokenFunction(TokenRows):
+    """A user's function. A call on two tokens of zeros shows which fields it reads and that it returns two numbers.
+
     If one of ``learned``, the head's tensors, requires grad, its value must too.
     """
 
@@ -51,17 +81,12 @@ class TokenFunction:
         ignore_index: int,
         dtype: torch.dtype,
         ids: Tensor | None = None,
-        mask_ids: bool = False,
         learned: Sequence[Tensor | None] = (),
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn must be a function of (stats, *rows), got {type_name(fn)}")
-        self.fn, self.rows, self.several = fn, _checked_rows(rows, target), ids is not None
-        self.mask_ids = mask_ids
-        if ids is not None:
-            self.rows.append(ids)
-        self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
-        self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # per token
+        super().__init__(_checked_rows(rows, target), target, ignore_index, dtype, ids)
+        self.fn = fn
         self.reads_entropy = self._probe(target, learned)
 
     def agreed(self) -> _Agreed:
@@ -109,23 +134,10 @@ class TokenFunction:
         if value.device != target.device:
             raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
 
-    def ids(self, parts: int = 1) -> Tensor | None:
-        """(parts, tokens, K), or None if a token has one class."""
-        return self._rows(parts, self.number // parts)[-1] if self.several else None
-
-    def arrange(self, order: Callable[[Tensor], Tensor], number: int | None = None) -> None:
-        """Bring the tokens of all rows into another order, or take ``number`` of them."""
-        self.rows = [order(row) for row in self.rows]
-        self.number = self.number if number is None else number
-
-    def _rows(self, *shape: int) -> list[Tensor]:
-        """The rows, reshaped to (*shape, *)."""
-        return [row.reshape(*shape, *tail) for row, tail in zip(self.rows, self._token_shapes, strict=True)]
-
     def upstream_of_parts(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., RowGradients]:
         """The function that head/loop.py calls between a chunk's statistics and its gradient.
 
-        ``values`` gets fn's numbers for each chunk, 0 in ignored rows. ``divisors``, (2,), divide the sum.
+        ``values`` gets the numbers of each chunk's tokens, 0 in ignored rows. ``divisors``, (2,), divide the sum.
 
         The row operator's loss is -log_prob, so its gradient is -grad_log_probs. With ids this loss is not used: its
         gradient is 0, and the lse gets the sum of all ids' gradients.
@@ -156,15 +168,14 @@ class TokenFunction:
             entropies = grad_entropy[0] if grad_entropy else None
             if part.ids is None:
                 return RowGradients(-grad_log_probs, grad_lse, entropies)
-            if not self.mask_ids:
-                sum_of_ids = grad_log_probs.sum(-1)
-                grad_lse = -sum_of_ids if grad_lse is None else grad_lse - sum_of_ids
+            sum_of_ids = grad_log_probs.sum(-1)
+            grad_lse = -sum_of_ids if grad_lse is None else grad_lse - sum_of_ids
             return RowGradients(divisors.new_zeros(()), grad_lse, entropies, grad_ids=grad_log_probs)
 
         return upstream
 
     def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
-        """(N,): fn's numbers for all tokens, 0 in ignored rows. Differentiable.
+        """(N,): the numbers of all tokens, 0 in ignored rows. Differentiable.
 
         ``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K as an additional dimension.
         """
@@ -185,9 +196,7 @@ class TokenFunction:
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
         lse = torch.where(counted, lse, lse.detach())
-        if self.mask_ids:
-            log_probs = torch.where(is_counted(rows[-1], self.ignore_index), loss_or_at_ids, 0.0)
-        elif self.several:
+        if self.several:
             log_probs = log_probs_of_ids(loss_or_at_ids, lse, rows[-1], self.ignore_index)
         else:
             log_probs = -torch.where(counted, loss_or_at_ids, 0.0)
@@ -222,11 +231,8 @@ class TokenFunction:
                 )
 
 
-def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False) -> Tensor:
+def loss_of_head(call: LinearCall, function: TokenRows) -> Tensor:
     """A sum over the tokens, for plain tensors."""
-    if check:
-        with torch.no_grad():
-            function.check(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
     head, input = call.head, call.input
     # Exceptions: an exported program with the derivative of fn fails when it runs. If the
     # number of rows depends on data, the number of chunks is unknown. In float16 the scale that keeps products in range
@@ -247,7 +253,7 @@ def loss_of_head(call: LinearCall, function: TokenFunction, check: bool = False)
 def loss_by_chunks(
     call: LinearCall,
     target: Tensor,  # its own, or (ranks, ...) in the order of the ranks' inputs
-    function: TokenFunction,
+    function: TokenRows,
     ranks: loop.OneRank,
     **layout: Any,  # scattered and sum_over_ranks, the arguments of head/loop.py
 ) -> Tensor:

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from .kernels.options import HeadProducts, TokenReduction
 from .kernels.reference import accumulator, is_counted
-from .linear_call import bind
+from .linear_call import bind, refuse_call, statistics
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
-from .ops.library import refuse
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
 from .token_function import Function, TokenFunction, divided, loss_of_head
@@ -103,14 +102,14 @@ def linear_token_loss(
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
         return linear_tensor.token_loss(call, fn, rows, check)
     call = call.in_autocast_dtype().as_sum()
-    head, ignore_index = call.head, call.loss.row_options.ignore_index
-    if not transforms.is_traced():  # while tracing, the operators check before anything runs
-        head_args = (call.input, head.weight, call.target, head.bias)
-        keywords = {"accumulate_dtype": accumulate_dtype, **head.chunking.keywords(), **call.loss.row_options._asdict()}
-        refuse("linear_cross_entropy_forward", *head_args, **keywords)
-    learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
+    ignore_index = call.loss.row_options.ignore_index
+    refuse_call(call)
+    learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
     function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
-    return loss_of_head(call, function, check)
+    if check:
+        with torch.no_grad():
+            function.check(*statistics(call, function.reads_entropy), call.target)
+    return loss_of_head(call, function)
 
 
 @arguments.named

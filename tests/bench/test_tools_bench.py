@@ -169,7 +169,7 @@ def test_distillation(beta, monkeypatch):
 def test_tables_of_tokens(tmp_path):
     """One line of each, through the command."""
     sizes = ("--shapes", "34x640", "--hidden", "16", "--only")
-    assert statuses(bench(tmp_path, "tokens", "topk", *sizes, "target_probs eager")) == {"ok"}
+    assert statuses(bench(tmp_path, "tokens", "topk", *sizes, "top k eager")) == {"ok"}
     results = bench(tmp_path, "distillation", "--teacher", "24", "--beta", "0.5", *sizes, "xent eager")
     assert statuses(results) == {"ok"}
     assert results["xent eager"]["ratio"] == results["xent eager"]["ms"] / results["four products"]["ms"]

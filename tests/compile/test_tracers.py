@@ -22,12 +22,13 @@ def negative(stats, factors):
 
 
 def few(t):
-    return torch.stack([t, (t + 1) % V], -1), torch.tensor([0.6, 0.3], device=t.device).expand(*t.shape, 2)
+    probs = [torch.full_like(t, one, dtype=torch.float32) for one in (0.6, 0.3)]
+    return torch.stack([t, (t + 1) % V], -1), torch.stack(probs, -1)
 
 
 def of_few(h, w, t, **options):
     ids, probs = few(t)
-    return xent_ops.linear_cross_entropy(h, w, ids, target_probs=probs, **options)
+    return xent_ops.linear_top_k_distillation_loss(h, w, ids, probs, **options)
 
 
 # Of hidden states, a head and targets.
@@ -50,12 +51,14 @@ LOSSES = {
     "linear_distillation_loss": lambda h, w, t, **o: xent_ops.linear_distillation_loss(
         h, w, h.detach() * 0.9, w.detach() * 0.8, **o
     ),
+    "linear_top_k_distillation_loss": of_few,
+    "top_k_distillation_loss": lambda h, w, t, **o: xent_ops.top_k_distillation_loss(h @ w.t(), *few(t), **o),
 }
 ALL = {
     **LOSSES,
-    "target_probs": of_few,
     "tail": lambda h, w, t: of_few(h, w, t, tail=True),
-    "target_probs of rows": lambda h, w, t: of_few(h, w, t, reduction="none").sum(),
+    "tail of logits": lambda h, w, t: xent_ops.top_k_distillation_loss(h @ w.t(), *few(t), tail=True),
+    "top k of rows": lambda h, w, t: of_few(h, w, t, reduction="none").sum(),
 }
 
 

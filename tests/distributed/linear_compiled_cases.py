@@ -21,6 +21,7 @@ from xent_ops.distributed import (
     vocab_parallel_linear_distillation_loss,
     vocab_parallel_linear_token_log_probs,
     vocab_parallel_linear_token_loss,
+    vocab_parallel_linear_top_k_distillation_loss,
 )
 from xent_ops.inductor.lowerings import save
 
@@ -92,12 +93,12 @@ def empty_shards(device):
     """The first rank has no class. The checks compare numbers of rows that are symbols, where no tensor fixes them."""
     x, head, _, target = leaves(device, *head_of(torch.float32, (6,)), kind="empty")
     ids, shard = torch.stack([target, target.clamp(min=1) - 1], -1), classes_of("empty")
-    tail = {"target_probs": torch.full(ids.shape, 0.4, device=device), "tail": True}
+    probs = torch.full(ids.shape, 0.4, device=device)
     for function in (
         lambda h, w, t: vocab_parallel_cross_entropy(h @ w.t(), t, **shard),
         lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, **shard),
         lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, reduction="none", **shard).sum(),
-        lambda h, w, _: vocab_parallel_linear_cross_entropy(h, w, ids, **tail, **shard),
+        lambda h, w, _: vocab_parallel_linear_top_k_distillation_loss(h, w, ids, probs, tail=True, **shard),
         lambda h, w, t: vocab_parallel_linear_token_log_probs(h, w, t, **shard).log_probs.sum(),
         lambda h, w, t: vocab_parallel_linear_token_loss(h, w, t, lambda stats: stats.lse.square(), **shard),
         lambda h, w, _: vocab_parallel_linear_distillation_loss(h, w, h.detach(), -w.detach(), **shard),

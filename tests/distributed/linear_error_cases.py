@@ -98,8 +98,6 @@ def check_across_ranks(device):
     weights = torch.ones(6, device=device)
     other = target.clone()
     other[4] = (other[4] + 1) % V
-    ids = torch.stack([target, (target.clamp(min=0) + 1) % V], -1)
-    few = {"target": ids, "target_probs": torch.full(ids.shape, 0.5, device=device)}
     narrow = {"input": x[:, 1:], "weight_shard": w[:, 1:]}  # one feature less, consistent in itself
     # (what every rank passes, what the odd rank passes instead, what every rank says)
     of_both = [
@@ -147,13 +145,6 @@ def check_across_ranks(device):
             {"token_weight": 2 * weights},
             "token weights differ between ranks: number 0 is 1.0",
         ),
-        ({}, few, "ids is None on rank 0 but a tensor|targets differ between ranks"),
-        (few, {"skip_ignored": True}, f"rank {last}: ValueError: skip_ignored=True is not offered beside target_probs"),
-        (few, {"pipelined": True}, f"rank {last}: ValueError: pipelined=True is not offered beside target_probs"),
-        ({}, {"tail": True}, f"rank {last}: ValueError: tail=True is for target_probs"),
-        (few, {"tail": True}, "tail is False on rank 0 but True"),
-        (few, {"target_probs": few["target_probs"] / 2}, "probabilities differ between ranks: number 0 is 0.5"),
-        (few, {"target": few["target"].roll(1, 1)}, "ids differ between ranks|targets differ between ranks"),
     ]
     focal, of_tokens = {"fn": lambda stats, *_: stats.log_probs.exp()}, [*of_both, *of_the_loss[3:6]]
     of_tokens += [

@@ -8,7 +8,10 @@ from linear_parallel_cases import classes_of, head_of, leaves
 from vocab_parallel_cases import V, same_bits_everywhere, shard_of, split
 
 import xent_ops
-from xent_ops.distributed import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_loss
+from xent_ops.distributed import (
+    vocab_parallel_linear_token_loss,
+    vocab_parallel_linear_top_k_distillation_loss,
+)
 
 
 def problem(dtype, shape):
@@ -38,19 +41,19 @@ def one(device, kind, dtype, function, sequence_dim=None, shape=(9,)):
 
 def probabilities(ranks, x, w, ids, probs, **how):
     options = {"softcap": 20.0, "logit_scale": 0.8, "lse_square_scale": 0.1, "chunk_rows": 4, "tail": True}
-    function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
-    return function(x, w, ids, target_probs=probs, **options, **how)
+    function = vocab_parallel_linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
+    return function(x, w, ids, probs, **options, **how)
 
 
 def confident(ranks, x, w, ids, probs, **how):
     """The student gives next to nothing to the classes that are not named."""
-    function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
-    return function(20 * x, w, ids, target_probs=probs, tail=True, chunk_rows=4, **how)
+    function = vocab_parallel_linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
+    return function(20 * x, w, ids, probs, tail=True, chunk_rows=4, **how)
 
 
 def plain(ranks, x, w, ids, probs, **how):
-    function = vocab_parallel_linear_cross_entropy if ranks else xent_ops.linear_cross_entropy
-    return function(x, w, ids, target_probs=probs, reduction="sum", divisor=3.0, **how)
+    function = vocab_parallel_linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
+    return function(x, w, ids, probs, reduction="sum", divisor=3.0, **how)
 
 
 def of_a_function(ranks, x, w, ids, probs, **how):
@@ -77,16 +80,23 @@ def without_gradients_and_errors(device):
     place = split("chunk", V)
     input, head, _, ids, probs = problem(torch.float32, (9,))
     tensors = (input.to(device), shard_of(head.t(), place).t().contiguous().to(device), ids.to(device))
-    wanted = xent_ops.linear_cross_entropy(input, head, ids, target_probs=probs, tail=True)
-    how = {"target_probs": probs.to(device), "num_classes": V, "check": True}
-    close(vocab_parallel_linear_cross_entropy(*tensors, tail=True, **how), wanted, torch.float32)
-    with pytest.raises(ValueError, match='target_probs over ranks takes reduction="mean" or "sum"'):
-        vocab_parallel_linear_cross_entropy(*tensors, reduction="none", **how)
+    function, probs = vocab_parallel_linear_top_k_distillation_loss, probs.to(device)
+    wanted = xent_ops.linear_top_k_distillation_loss(input, head, ids, probs.cpu(), tail=True)
+    how = {"num_classes": V, "check": True}
+    close(function(*tensors, probs, tail=True, **how), wanted, torch.float32)
     with pytest.raises(ValueError, match=r"target 500 is out of bounds|IndexError"):
-        vocab_parallel_linear_cross_entropy(tensors[0], tensors[1], torch.full_like(tensors[2], 500), **how)
-    odd = dist.get_rank() == dist.get_world_size() - 1  # one rank alone is wrong, and none waits for it
-    for wrong in ({"reduction": "none"}, {"skip_ignored": True}, {"pipelined": False}, {"tail": "yes"}):
-        with pytest.raises(
-            ValueError, match=f"rank {dist.get_world_size() - 1}: (Value|Type)Error: .*{next(iter(wrong))}"
-        ):
-            vocab_parallel_linear_cross_entropy(*tensors, **how, **(wrong if odd else {}))
+        function(tensors[0], tensors[1], torch.full_like(tensors[2], 500), probs, **how)
+    last = dist.get_world_size() - 1  # one rank alone is wrong, and none waits for it
+    call = dict(zip(("input", "weight_shard", "ids", "probs"), (*tensors, probs), strict=True)) | how
+    for wrong, text in (
+        ({"reduction": "none"}, f"rank {last}: ValueError: 'none' is not a valid value for reduction"),
+        ({"tail": "yes"}, f"rank {last}: TypeError: tail must be"),
+        ({"tail": True}, "tail is False on rank 0 but True"),
+        ({"probs": probs / 2}, "probabilities differ between ranks: number 0 is"),
+        ({"probs": probs.double()}, "probs.dtype is torch.float32 on rank 0 but torch.float64"),
+        ({"ids": tensors[2].roll(1, 1)}, "ids differ between ranks|targets differ between ranks"),
+        ({"lse_square_scale": 0.1}, "lse_square_scale is 0.0 on rank 0 but 0.1"),
+        ({"token_weight": torch.ones(9, device=device)}, "token_weight is None on rank 0 but a tensor"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            function(**call | (wrong if dist.get_rank() == last else {}))

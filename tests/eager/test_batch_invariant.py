@@ -144,7 +144,7 @@ def test_losses_of_rows(device, dtype):
     ids = torch.randint(CLASSES, (600, 3), device=device)
 
     def top_classes(x, ids, probs):
-        return (xent_ops.linear_cross_entropy(x, head, ids, target_probs=probs, tail=True, **options),)
+        return (xent_ops.linear_top_k_distillation_loss(x, head, ids, probs, tail=True, **options),)
 
     assert_own_bits(top_classes, 600, NUMBERS, x, ids, probs)
 
@@ -327,7 +327,7 @@ def test_few_and_many_rows_of_logits(classes):
     assert_own_bits(compute, 2000, (1, 7, 64, 400, 1056, 1500), logits, target)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "classes", "both", "outputs", "one of target_probs", "target_probs"])
+@pytest.mark.parametrize("kind", ["tokens", "classes", "both", "outputs", "top k, one class", "top k", "top k, tail"])
 def test_weighted_sums_in_float16(device, kind):
     """No row's scale depends on the largest weight of all rows."""
     x, head, bias, target = problem(device, torch.float16, 600)
@@ -337,23 +337,23 @@ def test_weighted_sums_in_float16(device, kind):
 
     def compute(x, target, factors):
         x = x.detach().requires_grad_()
-        ids = target.unsqueeze(-1)
+        ids, few = target.unsqueeze(-1), torch.stack([0.7 * factors, 0.1 * factors], -1)
+        more = torch.cat([ids, (ids + 1) % CLASSES], -1)
         call = {
             "tokens": {"target": target, "token_weight": factors, "lse_square_scale": 1e-3},
             "classes": {"target": target, "weight": weight, "label_smoothing": 0.1},
             "both": {"target": target, "weight": weight, "token_weight": factors},
             "outputs": {"target": target, "token_weight": factors},
-            "one of target_probs": {"target": ids, "target_probs": factors.unsqueeze(-1)},
-            "target_probs": {
-                "target": torch.cat([ids, (ids + 1) % CLASSES], -1),
-                "target_probs": torch.stack([0.7 * factors, 0.1 * factors], -1),
-                "token_weight": factors,
-            },
+            "top k, one class": {"ids": ids, "probs": factors.unsqueeze(-1)},
+            "top k": {"ids": more, "probs": few, "token_weight": factors},
+            "top k, tail": {"ids": more, "probs": few, "token_weight": factors, "tail": True},
         }[kind]
         if kind == "outputs":
             loss = xent_ops.linear_cross_entropy_outputs(x, head, **call, **options).loss
         else:
-            loss = xent_ops.linear_cross_entropy(x, head, **call, **options)
+            top_k = kind.startswith("top k")
+            function = xent_ops.linear_top_k_distillation_loss if top_k else xent_ops.linear_cross_entropy
+            loss = function(x, head, **call, **options)
         return torch.autograd.grad(loss, x, torch.tensor(1024.0, device=device))[0]
 
     everything = compute(x, target, factors)

@@ -26,7 +26,7 @@ def ids():
 
 def of_ids(x, w, **options):
     probs = torch.full((N, 2), 0.4, dtype=x.dtype)
-    return xent_ops.linear_cross_entropy(x, w, ids(), target_probs=probs, **options)
+    return xent_ops.linear_top_k_distillation_loss(x, w, ids(), probs, **options)
 
 
 CALLS = {
@@ -43,8 +43,11 @@ CALLS = {
     "fp8": lambda x, w: xent_ops.linear_cross_entropy(x, w, target(), products="fp8"),
     "fp8_gradients": lambda x, w: xent_ops.linear_cross_entropy(x, w, target(), products="fp8_gradients"),
     "batch_invariant": lambda x, w: xent_ops.linear_cross_entropy(x, w, target(), batch_invariant=True),
-    "target_probs": of_ids,
+    "top k": of_ids,
     "tail": lambda x, w: of_ids(x, w, tail=True),
+    "tail of logits": lambda x, w: xent_ops.top_k_distillation_loss(
+        x @ w.t(), ids(), torch.full((N, 2), 0.4, dtype=x.dtype), tail=True
+    ),
     "linear_token_log_probs": lambda x, w: xent_ops.linear_token_log_probs(x, w, target()).log_probs.sum(),
     "linear_token_loss": lambda x, w: xent_ops.linear_token_loss(x, w, target(), fn, chunk_rows=5),
     "linear_distillation": lambda x, w: xent_ops.linear_distillation_loss(x, w, -x.detach(), w.detach(), beta=0.5),

@@ -25,7 +25,7 @@ def problem(device, dtype):
 def of_few(h, w, t, factors, **options):
     ids = torch.stack([t, torch.where(t == -100, -100, (t + 1) % V)], -1)
     probs = torch.tensor([0.6, 0.3], device=h.device).expand(N, 2)
-    return xent_ops.linear_cross_entropy(h, w, ids, target_probs=probs, token_weight=factors, **options)
+    return xent_ops.linear_top_k_distillation_loss(h, w, ids, probs, token_weight=factors, **options)
 
 
 def linear(h, w, t, factors, **options):
@@ -48,7 +48,7 @@ LOSSES = {
     "distillation": lambda h, w, t, f, other: xent_ops.linear_distillation_loss(
         h, w, other, w.detach() * 0.5, target=t, token_weight=f, reduction="sum", divisor=N
     ),
-    "target_probs": lambda h, w, t, f, other: of_few(h, w, t, f),
+    "top k": lambda h, w, t, f, other: of_few(h, w, t, f),
     "tail": lambda h, w, t, f, other: of_few(h, w, t, f, tail=True),
 }
 FACTORS = {"1": 1.0, "1e5": 1e5, "1e-7": 1e-7, "one of 1e5": 1.0}
@@ -118,11 +118,11 @@ WEIGHTED = {
     "distillation": lambda h, w, t, f, other: xent_ops.linear_distillation_loss(
         h, w, other, w.detach() * 0.5, target=t, token_weight=f
     ),
-    "one of target_probs": lambda h, w, t, f, other: xent_ops.linear_cross_entropy(
-        h, w, t.unsqueeze(-1), target_probs=f.unsqueeze(-1)
+    "top k, one class": lambda h, w, t, f, other: xent_ops.linear_top_k_distillation_loss(
+        h, w, t.unsqueeze(-1), f.unsqueeze(-1)
     ),
-    "target_probs": lambda h, w, t, f, other: xent_ops.linear_cross_entropy(
-        h, w, torch.stack([t, (t + 1) % MANY], -1), target_probs=torch.stack([f, f], -1).softmax(-1), token_weight=f
+    "top k": lambda h, w, t, f, other: xent_ops.linear_top_k_distillation_loss(
+        h, w, torch.stack([t, (t + 1) % MANY], -1), torch.stack([f, f], -1).softmax(-1), token_weight=f
     ),
 }
 

@@ -62,7 +62,7 @@ def of_tokens(stats, *rows):
 
 TARGET = torch.tensor([3, 1, 0, 3, 4, 2])
 IDS = torch.tensor([[3, 1, 0], [0, 3, 2], [4, 2, 1], [3, 0, 4], [1, 2, 3], [4, 0, 2]])
-FEW = {"target": IDS, "target_probs": 0.8 * randn(N, K).softmax(-1)}
+FEW = {"ids": IDS, "probs": 0.8 * randn(N, K).softmax(-1)}
 IMAGE = {"input": randn(V, V, V), "target": TARGET.repeat(9)[: V * V].view(V, V)}  # the classes in any dimension
 HEAD = {"input": randn(N, H).bfloat16(), "linear_weight": randn(V, H, seed=2).bfloat16()}
 LINEAR = {**HEAD, "target": TARGET}
@@ -97,12 +97,9 @@ LINEAR_LOSS = {
     **each_reduction(LINEAR),
     "class probabilities": {**LINEAR, "target": SOFT},
     "sum, class probabilities": {**LINEAR, "target": SOFT, "reduction": "sum"},
-    "few classes": {**LINEAR, **FEW},
-    "few classes, tail": {**LINEAR, **FEW, "tail": True},
-    "sum, few classes": {**LINEAR, **FEW, "reduction": "sum"},
-    "none, few classes": {**LINEAR, **FEW, "reduction": "none"},
 }
-RANKS_LOSS = {label: base for label, base in LINEAR_LOSS.items() if "class prob" not in label and "none, " not in label}
+RANKS_LOSS = {label: base for label, base in LINEAR_LOSS.items() if "class prob" not in label}
+TOP_K = {**each_reduction({**HEAD, **FEW}), "tail": {**HEAD, **FEW, "tail": True}}
 LOG_PROBS = {"one class": LINEAR, "several classes": {**LINEAR, "target": IDS}}
 TOKENS = {label: {**base, "fn": of_tokens} for label, base in LOG_PROBS.items()}
 TOKENS["sum"] = {**TOKENS["one class"], "reduction": "sum"}
@@ -138,6 +135,11 @@ CALLS = {  # of each function, its bases
     "linear_token_log_probs": LOG_PROBS,
     "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
     "linear_distillation_loss": DISTILLATION,
+    "linear_top_k_distillation_loss": TOP_K,
+    "top_k_distillation_loss": {
+        label: {key: value for key, value in base.items() if key != "linear_weight"} | {"input": randn(N, V, seed=11)}
+        for label, base in TOP_K.items()
+    },
     "CrossEntropyLoss": LOSS,
     "LinearCrossEntropyLoss": as_module(LINEAR_LOSS)
     | {
@@ -155,6 +157,9 @@ CALLS = {  # of each function, its bases
     "distributed.vocab_parallel_linear_token_loss": as_shards(TOKENS),
     "distributed.vocab_parallel_linear_distillation_loss": as_shards(
         DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
+    ),
+    "distributed.vocab_parallel_linear_top_k_distillation_loss": as_shards(
+        {label: base for label, base in TOP_K.items() if label != "none"}
     ),
 }
 NO_LOSSES = {"check_targets", "decompositions", "library_path", "remove_xent", "use_xent"}  # with tests of their own
@@ -191,7 +196,6 @@ VALUES = {
     "rows": lambda base: (number_a_row(base),),
     "tail": lambda base: not base.get("tail", False),
     "target": torch.tensor([-100, 3, 0, 1, 4, 3]),
-    "target_probs": lambda base: 0.5 * FEW["target_probs"],
     "teacher_bias": randn(V, seed=9),
     "teacher_bias_shard": randn(V, seed=9),
     "tied_weight": lambda base: torch.nn.Parameter(randn(V, H, seed=10).bfloat16()),

@@ -21,6 +21,9 @@ def problem(device, dtype=torch.float64):
     return x, head, target.to(device), (torch.rand(3, 4, generator=generator) + 0.5).to(device)
 
 
+top_k = xent_ops.linear_top_k_distillation_loss
+
+
 def linear(x, head, target, **options):
     return xent_ops.linear_cross_entropy(x, head, target, **options)
 
@@ -178,15 +181,14 @@ BROUGHT = {
     "linear, rows": lambda x, w, t, f, bad: linear(x, w, t, token_weight=f, reduction="none", **OPTIONS),
     "linear, skipping": lambda x, w, t, f, bad: linear(x, w, t, token_weight=f, skip_ignored=True, **OPTIONS),
     "outputs": lambda x, w, t, f, bad: outputs(x, w, t, token_weight=f, **OPTIONS),
-    "target_probs": lambda x, w, t, f, bad: linear(x, w, of_ids(t), target_probs=probs_of(t, bad), token_weight=f),
-    "one of target_probs": lambda x, w, t, f, bad: linear(
-        x, w, t.unsqueeze(-1), target_probs=probs_of(t, bad)[..., :1], token_weight=f
+    "top k": lambda x, w, t, f, bad: top_k(x, w, of_ids(t), probs_of(t, bad), token_weight=f),
+    "top k, one class": lambda x, w, t, f, bad: top_k(x, w, t.unsqueeze(-1), probs_of(t, bad)[..., :1], token_weight=f),
+    "top k, rows": lambda x, w, t, f, bad: top_k(x, w, of_ids(t), probs_of(t, bad), token_weight=f, reduction="none"),
+    "tail": lambda x, w, t, f, bad: top_k(
+        x, w, of_ids(t), probs_of(t, bad), tail=True, token_weight=f, lse_square_scale=0.1
     ),
-    "target_probs, rows": lambda x, w, t, f, bad: linear(
-        x, w, of_ids(t), target_probs=probs_of(t, bad), token_weight=f, reduction="none"
-    ),
-    "tail": lambda x, w, t, f, bad: linear(
-        x, w, of_ids(t), target_probs=probs_of(t, bad), tail=True, token_weight=f, lse_square_scale=0.1
+    "tail of logits": lambda x, w, t, f, bad: xent_ops.top_k_distillation_loss(
+        x @ w.t(), of_ids(t), probs_of(t, bad), tail=True, token_weight=f, lse_square_scale=0.1
     ),
     "linear_token_loss": lambda x, w, t, f, bad: xent_ops.linear_token_loss(
         x,

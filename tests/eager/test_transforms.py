@@ -150,8 +150,11 @@ REFUSING = {
     "linear_token_log_probs": lambda x, t: xent_ops.linear_token_log_probs(x, x, t).lse.sum(),
     "linear_token_loss": lambda x, t: xent_ops.linear_token_loss(x, x, t, lambda stats: -stats.log_probs),
     "linear_distillation_loss": lambda x, t: xent_ops.linear_distillation_loss(x, x, x.detach(), x.detach()),
-    "linear_cross_entropy with target_probs": lambda x, t: xent_ops.linear_cross_entropy(
-        x, x, t[:, None], target_probs=torch.full_like(x[:, :1], 0.5)
+    "top_k_distillation_loss": lambda x, t: xent_ops.top_k_distillation_loss(
+        x, t[:, None], torch.full_like(x[:, :1].detach(), 0.5)
+    ),
+    "linear_top_k_distillation_loss": lambda x, t: xent_ops.linear_top_k_distillation_loss(
+        x, x, t[:, None], torch.full_like(x[:, :1].detach(), 0.5)
     ),
 }
 

@@ -8,6 +8,7 @@ import inspect
 import random
 
 import fuzz_distillation
+import fuzz_top_k
 import torch
 from fuzz_program import Draw
 from helpers.option_values import drawn
@@ -27,6 +28,7 @@ ALONE = (
     "linear_token_log_probs",
     "linear_token_loss",
     *fuzz_distillation.NAMES,
+    *fuzz_top_k.NAMES,
 )
 OVER_RANKS = (
     "vocab_parallel_cross_entropy",
@@ -34,6 +36,7 @@ OVER_RANKS = (
     "vocab_parallel_linear_token_log_probs",
     "vocab_parallel_linear_token_loss",
     fuzz_distillation.OVER_RANKS,
+    fuzz_top_k.OVER_RANKS,
 )
 OUTPUTS = {
     "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy", "token_losses", "entropy"),
@@ -62,8 +65,9 @@ def parameters_of(name):
 
 def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
     program = _Program(random.Random(seed), seed, device, names, backend, ranks)
-    if program.name in (*fuzz_distillation.NAMES, fuzz_distillation.OVER_RANKS):
-        return fuzz_distillation.draw(program.random, seed, device, program.name, backend, ranks)
+    for others in (fuzz_distillation, fuzz_top_k):
+        if program.name in (*others.NAMES, others.OVER_RANKS):
+            return others.draw(program.random, seed, device, program.name, backend, ranks)
     return program.draw()
 
 

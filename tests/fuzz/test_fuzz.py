@@ -77,7 +77,6 @@ def test_every_option_is_drawn(name):
     found = set().union(*(one.keywords for one in draws))
     tensors = {"input", "logits_shard", "linear_weight", "weight_shard", "target"}
     others = {"group", "in_features", "num_classes", "device", "dtype"} if ranks == 1 else {"group"}
-    others |= {"target_probs", "tail"}  # of several classes a row, which tests/eager/test_several_classes.py has
     others |= {"products"}  # whose errors are of the whole: tests/operators/test_fp8.py
     assert set(parameters_of(name)) - tensors - others <= found
 

@@ -50,11 +50,10 @@ linear_distillation_chunk_grad_: logits; V=linear_weight H=linear_weight; target
 linear_cross_entropy_shard: input; H=input V=linear_weight; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
 linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
-token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy
-token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids
+token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
+token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
 linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
 linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids output_mask
-linear_token_logits_with_grad: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale output_mask
 cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
 cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start
 cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
@@ -80,15 +79,15 @@ grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_
 entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk_grad_
 class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_grad_ distillation_forward distillation_backward distillation_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
-label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token_logits linear_token_logits_backward linear_token_logits_with_grad
+mask_ids not beside all others: token_logits token_logits_backward linear_token_logits linear_token_logits_backward
+label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token_logits linear_token_logits_backward
 joined with class_start num_classes beta: distillation_forward
 num_classes never: distillation_forward distillation_backward distillation_backward_ distillation_with_grad distillation_with_grad_ linear_distillation_forward linear_distillation_backward linear_distillation_with_grad
 divisor with reduction: linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
 batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad linear_cross_entropy_shard linear_cross_entropy_shard_join
 num_classes not beside all others: linear_cross_entropy_backward
-mask_ids not beside all others: linear_token_logits linear_token_logits_backward
-products=fp8 never: linear_token_logits linear_token_logits_backward linear_token_logits_with_grad
-products=fp8_gradients never: linear_token_logits linear_token_logits_backward linear_token_logits_with_grad
+products=fp8 never: linear_token_logits linear_token_logits_backward
+products=fp8_gradients never: linear_token_logits linear_token_logits_backward
 with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk
 mask_ids with ids: linear_cross_entropy_chunk
 label_smoothing not beside all others: linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_

@@ -149,10 +149,10 @@ def test_every_way_has_the_same_logits():
         xent_ops.linear_token_loss(
             x, head, target.unsqueeze(1), lambda stats: -stats.log_probs[:, 0], reduction="sum", divisor=50, **wide
         ),
-        xent_ops.linear_cross_entropy(
-            x, head, target.unsqueeze(1).expand(50, 2), target_probs=torch.full((50, 2), 0.5), **wide
+        xent_ops.linear_top_k_distillation_loss(
+            x, head, target.unsqueeze(1).expand(50, 2), torch.full((50, 2), 0.5), **wide
         ),
-        xent_ops.linear_cross_entropy(x, head, target.unsqueeze(1), target_probs=torch.ones(50, 1), tail=True, **wide),
+        xent_ops.linear_top_k_distillation_loss(x, head, target.unsqueeze(1), torch.ones(50, 1), tail=True, **wide),
     ]
     gradients = [torch.autograd.grad(value, (x, head)) for value in ways]
     for value, gradient in zip(ways[1:], gradients[1:], strict=True):

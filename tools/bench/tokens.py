@@ -106,7 +106,7 @@ def by_weights(hidden: Tensor, matrix: Tensor, target: Tensor, old: Tensor, fact
 
 
 def top_classes(hidden: Tensor, matrix: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    return xent_ops.linear_cross_entropy(hidden, matrix, ids, target_probs=probs, tail=True)
+    return xent_ops.linear_top_k_distillation_loss(hidden, matrix, ids, probs, tail=True)
 
 
 def liger_grpo() -> Function:
@@ -200,7 +200,7 @@ def token_lines(loss: str) -> list[Contestant]:
     if loss == "weights":
         found += both("xent token_weight", partial(by_weights))
     if loss == "topk":
-        found += both("xent target_probs", partial(top_classes))
+        found += both("xent top k", partial(top_classes))
     found.append(Contestant("xent log-probs compiled", "ours", compiled(partial(by_log_probs, fn))))
     found.append(Contestant("torch compiled", "torch", compiled(partial(in_torch, fn))))
     if loss == "clip":

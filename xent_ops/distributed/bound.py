@@ -54,7 +54,10 @@ def bind_shard(
     linear_checks.head(input, head.weight, head.bias, head.accumulate_dtype, head.chunking, True, NAMES)
     shard_range = shard_range_of_width(head.weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
-    if not transforms.is_traced():  # in a trace the operators check before anything runs
+    if transforms.is_traced():  # the operators of chunks refuse the rest
+        if split is None:
+            checks.same_shape("target", target.shape, input.shape[:-1], "a class index for each row of the input")
+    else:
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         shard_args = (rows, head.weight, target, *shard_range, head.bias, head.class_weight)
         refuse("linear_cross_entropy_shard", *shard_args, **call.loss.row_options._asdict())

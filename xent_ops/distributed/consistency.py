@@ -60,9 +60,9 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
         {"token_weight.shape": lambda t: tuple(t.shape), "token weights": lambda t: t.double().cpu()},
     ),
     "ids": ("ids", {"ids.shape": lambda t: tuple(t.shape), "ids": lambda t: t.to(torch.int64).cpu()}),
-    "target_probs": (
-        "target_probs",
-        {"target_probs.dtype": lambda t: t.dtype, "probabilities": lambda t: t.double().cpu()},
+    "probs": (
+        "probs",
+        {"probs.dtype": lambda t: t.dtype, "probabilities": lambda t: t.double().cpu()},
     ),
     "divisor": ("divisor", {"divisor": lambda t: repr(float(t))}),  # as text, in which NaN equals NaN
 }

@@ -170,7 +170,10 @@ def _bound_teacher(tensors: tuple[Any, Any, Any], student: LinearCall, spec: Dis
     for which, tensor in zip(("input", "weight_shard", "bias_shard"), tensors, strict=True):
         distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
     teacher = _Teacher(*composite.cast_for_autocast(*tensors))
-    if not transforms.is_traced():  # in a trace the operators check before anything runs
+    if transforms.is_traced():  # the operators of chunks refuse the rest
+        rows_of = (teacher.teacher_input.shape[:-1], student.input.shape[:-1])
+        checks.same_shape("rows of teacher_input", *rows_of, "those of the input")
+    else:
         head, rows = student.head, student.target
         if student.sequence_dim is not None:  # this rank's rows
             rows = rows.new_empty(()).expand(student.input.shape[:-1])

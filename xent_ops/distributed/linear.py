@@ -20,12 +20,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import few_classes
 from ..kernels.options import HeadProducts, Reduction
 from ..linear_call import LinearCall, bind
 from ..ops import arguments, transforms
 from ..outputs import TokenLogProbs, log_probs_of_rows
-from . import consistency, token_loss
+from . import consistency
 from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
 from .pipelined import loss as pipelined_loss
@@ -52,8 +51,6 @@ def vocab_parallel_linear_cross_entropy(
     logit_scale: float = 1.0,
     divisor: Tensor | float | None = None,
     token_weight: Tensor | None = None,
-    target_probs: Tensor | None = None,
-    tail: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
@@ -84,8 +81,6 @@ def vocab_parallel_linear_cross_entropy(
         weight: (classes of this rank,), this rank's slice of the class weights; on every rank or on none.
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
         token_weight: as in ``xent_ops.cross_entropy``, for all targets, the same on every rank.
-        target_probs, tail: as for ``xent_ops.linear_cross_entropy``, the same on every rank, for a mean or a sum. They
-            take three products of all rows, without ``pipelined``, ``skip_ignored`` and ``products``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``,
             for this rank's products. With ``products`` there are four products, not pipelined.
         batch_invariant: as for ``xent_ops.linear_cross_entropy``, for one number of ranks and one split of the classes.
@@ -127,11 +122,6 @@ def vocab_parallel_linear_cross_entropy(
         transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, weight)
         call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, names=NAMES)
-        if target_probs is None:
-            few_classes.without_probs(tail)
-        else:
-            call = few_classes.bind(call, target_probs, tail)
-            _check_few_classes(reduction, pipelined, skip_ignored)
         return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
@@ -139,8 +129,6 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
-    if call.ids is not None:
-        return token_loss.loss(*few_classes.as_token_loss(call), ranks)
     split = call.sequence_dim
     ordered = by_ranks(call.target, split, ranks)
     factors = None if call.token_weight is None else by_ranks(call.token_weight, split, ranks)
@@ -150,17 +138,6 @@ def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
     rows, _ = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered)
     value = reduced(rows, ordered, call.loss, call.divisor, factors)
     return as_target(value, split) if call.loss.reduction == "none" else value
-
-
-def _check_few_classes(reduction: str, pipelined: bool | None, skip_ignored: bool) -> None:
-    if reduction == "none":
-        raise ValueError('target_probs over ranks takes reduction="mean" or "sum", got "none"')
-    for option, value, default in (("pipelined", pipelined, None), ("skip_ignored", skip_ignored, False)):
-        if value is not default:
-            raise ValueError(
-                f"{option}={value!r} is not offered beside target_probs over ranks, which takes three products of all "
-                "rows: leave it out"
-            )
 
 
 @arguments.named

@@ -15,7 +15,7 @@ from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, transforms
-from ..token_function import Function, TokenFunction, divided, loss_by_chunks
+from ..token_function import Function, TokenFunction, TokenRows, divided, loss_by_chunks
 from . import consistency
 from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
@@ -110,7 +110,7 @@ def vocab_parallel_linear_token_loss(
     return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)
 
 
-def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = False) -> Tensor:
+def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = False) -> Tensor:
     target, input, head, split = call.target, call.input, call.head, call.sequence_dim
     function.arrange(lambda row: by_ranks(row, split, ranks))
 
@@ -121,7 +121,7 @@ def loss(call: LinearCall, function: TokenFunction, ranks: Ranks, check: bool = 
         )
         return (rows.loss, rows.lse, entropy), ordered
 
-    if check and call.ids is None:
+    if check and call.ids is None and isinstance(function, TokenFunction):
         with torch.no_grad():
             statistics_of_rows, ordered = statistics()
             function.check(*statistics_of_rows, ordered)

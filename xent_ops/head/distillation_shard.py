@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..kernels.distillation import Distillation
 from ..kernels.reference import is_counted
-from ..kernels.reference_ids import gather
+from ..kernels.reference_ids import columns, gather
 from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
 from .chunks import classes_of
 from .shard import padded_logits
@@ -58,11 +58,13 @@ def chunk_statistics(
     if _without_mixture(spec):
         numbers.append(loss)
     if spec.hard_weight != 0.0:
-        numbers.append(gather(logits, target.unsqueeze(-1), class_start, spec.num_classes, spec.options).squeeze(-1))
+        options, place = spec.options, (logits.shape[1], class_start, spec.num_classes)
+        at = columns(target.unsqueeze(-1), *place, options.ignore_index)
+        numbers.append(gather(logits, at, options).squeeze(-1))
         if spec.temperature != 1.0:
             numbers.append(statistics[3])
-    columns = logits.shape[1]
-    return torch.cat([*numbers, header(class_start, columns, loss.new_full((), columns))]).unsqueeze(0)
+    width = logits.shape[1]
+    return torch.cat([*numbers, header(class_start, width, loss.new_full((), width))]).unsqueeze(0)
 
 
 class Rows(NamedTuple):

@@ -29,9 +29,6 @@ class Functional(OutOfPlace):
     ) -> Tensor:
         return reference_ids.ids_grad(gradient, *column_args, options=options)
 
-    def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
-        return logits.scatter(-1, column, value)
-
 
 class ExportedProducts(Functional):
     """The interface of ``Products``."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference, reference_ids
+from ..kernels import reference_ids
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from . import float16
 from .backend import IN_MEMORY, Backend
@@ -28,14 +28,21 @@ def statistics_of_rows(
     ids: Tensor,
     with_entropy: bool = False,
     batch_invariant: bool = False,
+    mask_ids: bool = False,
     *,
     options: RowOptions = DEFAULTS,
+    writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
+    at = reference_ids.columns(ids, logits.shape[-1], 0, None, options.ignore_index)
+    at_ids, masked = reference_ids.gather(logits, at, options), None
+    if mask_ids:
+        masked = reference_ids.mask(logits, at, options)
+        logits = writer.scatter(logits, masked.column, masked.value)
     target = reference_ids.first_counted(ids, options.ignore_index)
     flags = (False, with_entropy, batch_invariant)
     _, lse, _, entropy, _ = _ops.cross_entropy_forward(logits, target, None, *flags, **options.keywords())
-    return reference_ids.gather(logits, ids, 0, None, options), lse, entropy
+    return at_ids, lse if masked is None else masked.lse(lse, logits.shape[-1], options), entropy
 
 
 def gradient(
@@ -47,21 +54,27 @@ def gradient(
     at_ids: Tensor,
     lse: Tensor,
     entropy: Tensor | None = None,
+    mask_ids: bool = False,  # lse is over the classes that the ids do not name
     *,
     options: RowOptions = DEFAULTS,
     class_start: int = 0,
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
     writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
-    mask_ids: bool = False,  # the logits have the ids masked, and lse is over the other classes
+    target: Tensor | None = None,  # (...), the first counted ids of a chunk whose logits have been masked
 ) -> Tensor:
     """(..., columns), written over the logits or to new memory."""
+    if target is None:
+        target = reference_ids.first_counted(ids, options.ignore_index)
+        if mask_ids:
+            at = reference_ids.columns(ids, logits.shape[-1], 0, None, options.ignore_index)
+            masked = reference_ids.mask(logits, at, options)
+            logits = writer.scatter(logits, masked.column, masked.value)
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # NaN also for an id that is no class
-    target, keywords = reference_ids.first_counted(ids, options.ignore_index), options.keywords()
     slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
-    (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **keywords)
+    (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **options.keywords())
     if mask_ids:  # this lse does not depend on the ids
         grad_lse, lse = torch.zeros_like(lse), torch.full_like(lse, math.inf)
     column_args = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
@@ -87,13 +100,7 @@ def statistics(
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking)
 
     def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
-        if not mask_ids:
-            return statistics_of_rows(logits, ids, with_entropy, options=options)
-        at_ids = reference_ids.gather(logits, ids, 0, None, options)
-        masked = reference_ids.mask(logits, ids, 0, None, options)
-        logits = products.scatter(logits, masked.column, masked.value)
-        _, lse, entropy = statistics_of_rows(logits, ids, with_entropy, options=options)
-        return at_ids, masked.lse(lse, logits.shape[-1], options), entropy
+        return statistics_of_rows(logits, ids, with_entropy, mask_ids=mask_ids, options=options, writer=products)
 
     computed = products.run(visit, rows.pack_classes(ids))
     ignored = options.ignore_index if chunking.skip_ignored else None
@@ -134,57 +141,9 @@ def gradients(
     def visit(
         logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any
     ) -> list[Tensor]:
-        if mask_ids:
-            masked = reference_ids.mask(logits, values[0], 0, None, options)
-            logits = products.scatter(logits, masked.column, masked.value)
         return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
 
     if any(output_mask):
         shares = None if factors is None else factors.shares
         products.run(visit, *row_grads, rows.pack_classes(ids), *values, gradient=True, shares=shares)
     return in_dtype(products.gradients(input.shape, factors), input.dtype)
-
-
-def with_grad(
-    input: Tensor,
-    linear_weight: Tensor,
-    ids: Tensor,
-    grad_log_probs: Tensor,
-    grad_lse_square: Tensor | None = None,
-    linear_bias: Tensor | None = None,
-    output_mask: Sequence[bool] = (True, True, True),
-    accumulate_dtype: torch.dtype | None = None,
-    shares: Tensor | None = None,
-    *,
-    options: RowOptions = DEFAULTS,
-    backend: Backend = IN_MEMORY,
-    **fields: Any,
-) -> tuple[Tensor, ...]:
-    """(x of the ids, lse, the gradients in the dtypes in which they were added up).
-
-    The gradients are of the sum of grad_log_probs * log_probs and of grad_lse_square * lse^2, over counted rows.
-    """
-    flat, chunking, keywords = as_rows(input), Chunking(**fields), options.keywords()
-    target = reference_ids.first_counted(ids, options.ignore_index)
-    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
-    grad_ids = rows.pack_rows(torch.where(reference.is_counted(ids, options.ignore_index), grad_log_probs, 0.0))
-    grad_lse_squares = None if grad_lse_square is None else rows.pack(grad_lse_square)
-    products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
-    result_args = (None, False, False, products.grad_dtype)
-
-    def visit(logits: Tensor, ids: Tensor, target: Tensor, grad_ids: Tensor, grad_lse_squares: Any) -> Sequence[Tensor]:
-        at_ids = reference_ids.gather(logits, ids, 0, None, options)
-        # The kernel takes the first id as its target. The columns of all ids are written again afterwards.
-        grad_target = torch.where(at_ids.isnan().any(-1), float("nan"), -grad_ids.sum(-1))
-        row_args = (logits, target, grad_target, grad_lse_squares, *result_args)
-        _, lse, *_, grad_logits = products.write("cross_entropy_with_grad", logits, *row_args, **keywords)
-        grad_lse = reference.grad_lse_of_square(grad_lse_squares, lse, target, options.ignore_index)
-        grad_target = grad_target if grad_lse is None else grad_target + grad_lse
-        column_args = (ids, at_ids, grad_ids, grad_target, lse)
-        return at_ids, lse, products.write_columns(grad_logits, products.grad_dtype, *column_args, options=options)
-
-    indices = (rows.pack_classes(ids), rows.indices())
-    shares = None if shares is None else rows.pack(shares)
-    computed = products.run(visit, *indices, grad_ids, grad_lse_squares, gradient=True, shares=shares)
-    values = unpack_statistics(rows, computed, (0.0, math.inf), target, None)
-    return *values, *products.gradients(input.shape)

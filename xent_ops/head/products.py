@@ -73,6 +73,9 @@ class OutOfPlace(InPlace):
         results = getattr(_ops, name)(*args, **options)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
+    def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
+        return logits.scatter(-1, column, value)
+
 
 class Products(InPlace):
     """Computes logits of chunks, and from their gradients those of input (N, H), linear_weight and linear_bias."""

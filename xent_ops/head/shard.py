@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import reference, reference_shard
+from ..kernels import reference, reference_ids, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
-from ..kernels.reference_ids import Masked, gather, mask
+from ..kernels.reference_ids import Masked
 from ..kernels.rows import front_of, padded_classes
 from .backend import IN_MEMORY, Backend
 from .chunks import as_rows, classes_of
@@ -231,9 +231,11 @@ def chunk(
     logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
     columns, masked, at_ids = head.shape[0], None, None
     if ids is not None:
-        at_ids = gather(logits[:, :columns], ids, class_start, num_classes, options)
+        class_logits = logits[:, :columns]
+        at = reference_ids.columns(ids, columns, class_start, num_classes, options.ignore_index)
+        at_ids = reference_ids.gather(class_logits, at, options)
         if mask_ids and columns > 0:
-            masked = mask(logits[:, :columns], ids, class_start, num_classes, options)
+            masked = reference_ids.mask(class_logits, at, options)
             logits = writer.scatter(logits, masked.column, masked.value)
     slice_args = (logits[:, :columns], target, class_start, num_classes, weight)
     return chunk_statistics(*slice_args, with_entropy, at_ids, masked, options), logits
@@ -278,8 +280,9 @@ def chunk_statistics(
             logits, target, weight, False, with_entropy, **options.keywords()
         )
         lse = lse if masked is None else masked.lse(lse, logits.shape[1], options)
-        rows = torch.stack([loss, lse, lse_low, entropy] if with_entropy else [loss, lse, lse_low])
-        return rows if ids_rows is None else torch.cat([rows, ids_rows])
+        columns = (loss, lse, lse_low, entropy) if with_entropy else (loss, lse, lse_low)
+        rows = [value.unsqueeze(0) for value in columns]
+        return torch.cat(rows if ids_rows is None else [*rows, ids_rows])
     slice_args = (logits, target, class_start, num_classes, weight)
     if masked is not None:
         lse, *other_statistics = _statistics_by_lse(logits, target, class_start, False, options)
@@ -323,9 +326,9 @@ def chunk_grad_(
     class_logits = logits[:, : head.shape[0]]
     dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
     if ids is not None and at_ids is not None and grad_ids is not None:
-        ids_args = (grad_ids, grad_lse, grad_entropy, class_logits, ids, at_ids, lse, entropy)
+        ids_args = (grad_ids, grad_lse, grad_entropy, class_logits, ids, at_ids, lse, entropy, mask_ids)
         slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
-        gradient(*ids_args, options=options, **slice_args, writer=InPlace(), mask_ids=mask_ids)
+        gradient(*ids_args, options=options, **slice_args, writer=InPlace(), target=target)
     else:
         row_args = (grad_entropy, entropy, lse_coefficient)
         backward_args = (weight, divisors, *row_args, class_start, num_classes, dtype, lse_low)

@@ -41,17 +41,17 @@ class Columns(NamedTuple):
 
 def columns(ids: Tensor, width: int, class_start: int, num_classes: int | None, ignore_index: int) -> Columns:
     ids = ids.to(torch.int64)
-    counted, column = is_counted(ids, ignore_index), ids - class_start
-    here = counted & (column >= 0) & (column < width)
-    classes = width if num_classes is None else num_classes
-    return Columns(torch.where(here, column, 0), here, counted & ((ids < 0) | (ids >= classes)))
+    counted, column = is_counted(ids, ignore_index), ids if num_classes is None else ids - class_start
+    safe = column.clamp(0, width - 1)
+    here = counted & (safe == column)
+    invalid = counted ^ here if num_classes is None else counted & ((ids < 0) | (ids >= num_classes))
+    return Columns(safe, here, invalid)
 
 
-def gather(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Tensor:
+def gather(logits: Tensor, at: Columns, options: RowOptions) -> Tensor:
     """(..., K): x of the ids. 0 for ids that are ignored or not in this slice, NaN for ids that are no class."""
-    at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
     if logits.shape[-1] == 0:
-        x = logits.new_zeros(ids.shape, dtype=accumulator(logits))
+        x = logits.new_zeros(at.here.shape, dtype=accumulator(logits))
     else:
         x = torch.where(at.here, activation(logits.gather(-1, at.column), options), 0.0)
     return torch.where(at.invalid, float("nan"), x)
@@ -97,20 +97,21 @@ def _column_values(
     return _to_write(at, value, grad_logits)
 
 
-def _to_write(at: Columns, value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _to_write(at: Columns, value: Tensor | float, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(column, value), each (..., K). ``value``: for the ids in this slice."""
-    # An id outside this slice repeats the write of the first id in it. If there is none, column 0 keeps its value.
+    # An id outside this slice repeats the write of the first id in it. If there is none, a column keeps its value.
     first = at.here.to(torch.int8).argmax(-1, keepdim=True)
     column = torch.where(at.here, at.column, at.column.gather(-1, first))
-    value = torch.where(at.here, value, value.gather(-1, first))
+    if isinstance(value, Tensor):
+        value = torch.where(at.here, value, value.gather(-1, first))
     return column, torch.where(at.here.any(-1, keepdim=True), value, logits.gather(-1, column))
 
 
-def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None, options: RowOptions) -> Masked:
+def mask(logits: Tensor, at: Columns, options: RowOptions) -> Masked:
     """The masking values for the columns of the ids in this slice. ``logits``: (..., columns), at least one column."""
-    at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
-    lowest = float("-inf") if options.is_increasing else float("inf")
-    column, value = _to_write(at, logits.new_full((), lowest).expand(at.column.shape), logits)
+    column, value = _to_write(at, float("-inf") if options.is_increasing else float("inf"), logits)
+    if options.softcap is None:
+        return Masked(column, value)
     masked = torch.where(at.here, at.column, -1).sort(dim=-1).values
     number = (masked[..., 1:] != masked[..., :-1]).sum(-1) + (masked[..., 0] >= 0)
     return Masked(column, value, number)
@@ -119,14 +120,14 @@ def mask(logits: Tensor, ids: Tensor, class_start: int, num_classes: int | None,
 class Masked(NamedTuple):
     column: Tensor  # (..., K)
     value: Tensor  # (..., K): the value to write there
-    number: Tensor  # (...): the number of masked columns
+    number: Tensor | None = None  # (...): the number of masked columns, with a softcap
 
     def lse(self, lse: Tensor, width: int, options: RowOptions) -> Tensor:
         """The lse of the unmasked columns, from the kernels' lse of all ``width`` columns."""
-        if options.softcap is not None:  # x of a masked logit is -softcap
-            share = self.number * torch.exp(-options.softcap - lse)
-            lse = lse + torch.log1p(-share)
-        return torch.where(self.number == width, float("-inf"), lse)
+        if options.softcap is None or self.number is None:  # x of a masked logit is -inf
+            return lse
+        share = self.number * torch.exp(-options.softcap - lse)  # x of a masked logit is -softcap
+        return torch.where(self.number == width, float("-inf"), lse + torch.log1p(-share))
 
 
 def _added_up(at: Columns, values: Tensor) -> Tensor:

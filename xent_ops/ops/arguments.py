@@ -35,6 +35,11 @@ _DENSE, _FLOATS = torch.strided, checks.FLOATS  # globals are found faster than 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
+_TOP_K = {
+    "weight_shard": "xent_ops.distributed.vocab_parallel_linear_top_k_distillation_loss has it",
+    "linear_weight": "xent_ops.linear_top_k_distillation_loss has it",
+    "input": "xent_ops.linear_top_k_distillation_loss has it, and top_k_distillation_loss for logits",
+}
 # Argument names of torch, Liger-Kernel or a trainer -> our parameter, and advice.
 _INSTEAD = {
     "accum_dtype": {"accumulate_dtype": "pass accumulate_dtype="},
@@ -51,6 +56,8 @@ _INSTEAD = {
     },
     "return_z_loss": {"lse_square_scale": "cross_entropy_outputs and linear_cross_entropy_outputs have z_loss"},
     "size_average": {"reduction": "pass reduction="},
+    "tail": _TOP_K,
+    "target_probs": _TOP_K,
     "temperature": {"logit_scale": "pass logit_scale=, one over it"},
     "weight": {"tied_weight": "pass class_weight=, or the head's as tied_weight="},
     "z_loss": {"lse_square_scale": "pass lse_square_scale=, its factor", "fn": "add factor * stats.lse ** 2 in fn"},

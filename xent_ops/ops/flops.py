@@ -66,7 +66,6 @@ FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_cross_entropy_with_grad": _with_grads,
     "linear_token_logits": _product,
     "linear_token_logits_backward": _with_grads,
-    "linear_token_logits_with_grad": _with_grads,
     "linear_distillation_forward": lambda call: _product(call) + _teacher_product(call),
     "linear_distillation_backward": lambda call: _with_grads(call) + _teacher_product(call),
     "linear_distillation_with_grad": lambda call: _with_grads(call) + _teacher_product(call),

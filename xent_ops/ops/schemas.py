@@ -92,13 +92,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
     # Several classes per row, ids (..., K): x of each. With the lse it gives their log-probabilities.
     "token_logits": (
-        f"(Tensor logits, Tensor ids, bool with_entropy=False, {BATCH_INVARIANT}, *, {OPTIONS}) "
+        f"(Tensor logits, Tensor ids, bool with_entropy=False, {BATCH_INVARIANT}, {MASK_IDS}, *, {OPTIONS}) "
         "-> (Tensor at_ids, Tensor lse, Tensor entropy)",
         None,
     ),
     "token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor ids, Tensor at_ids, "
-        f"Tensor lse, Tensor? entropy=None, *, {OPTIONS}) -> Tensor grad_logits",
+        f"Tensor lse, Tensor? entropy=None, {MASK_IDS}, *, {OPTIONS}) -> Tensor grad_logits",
         None,
     ),
     # Writes the columns of the ids. cross_entropy_backward has written the others before.
@@ -183,13 +183,6 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
         f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, {MASK_IDS}, *, "
         f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
-        None,
-    ),
-    # The derivatives of their log-probabilities, (..., K), and of lse^2, (...), are constants: one visit of the logits.
-    "linear_token_logits_with_grad": (
-        "(Tensor input, Tensor linear_weight, Tensor ids, Tensor grad_log_probs, Tensor? grad_lse_square=None, "
-        f"Tensor? linear_bias=None, {OUTPUT_MASK}, {ACCUMULATE}, {SHARES}, *, {OPTIONS}, {CHUNKING}) "
-        f"-> (Tensor at_ids, Tensor lse, {LINEAR_GRADS})",
         None,
     ),
     # One pass with three matrix multiplications: a reduced loss, the losses and statistics of its rows, its gradients.

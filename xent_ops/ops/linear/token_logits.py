@@ -11,7 +11,7 @@ from ..library import Gradients, autograd, operator, run_backward, save_nothing
 from ..rules import check_targets
 from ..second_order import refuse_second_derivatives
 from ..token_logits import save, upstream
-from .operators import SUMS, by_name, mask_of
+from .operators import by_name, mask_of
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> Gradients:
@@ -24,13 +24,3 @@ autograd("linear_token_logits", _backward, save("linear_token_logits_backward"))
 
 operator("linear_token_logits_backward", reference=head_ids.gradients, calls_operators=True)
 autograd("linear_token_logits_backward", refuse_second_derivatives, save_nothing)
-
-operator(
-    "linear_token_logits_with_grad",
-    reference=head_ids.with_grad,
-    check_values=check_targets,
-    arguments={"grad_lse_square": ("float", "...", "one value for each row of the input")},
-    results=SUMS,
-    calls_operators=True,
-)
-autograd("linear_token_logits_with_grad", refuse_second_derivatives, save_nothing)

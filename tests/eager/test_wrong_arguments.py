@@ -1,0 +1,88 @@
+"""Every public function refuses tensors whose rows do not fit, and options of chunks without a meaning, before it
+computes: in eager, with frozen hidden states, without gradients, and compiled."""
+
+import contextlib
+import inspect
+
+import pytest
+import torch
+from test_no_argument_ignored import CALLS, TARGET, Effects, N, V, of_name, one_rank, parameters, randn  # noqa: F401
+
+# Arguments with something for each row, and the arguments of the functions that have no others.
+OF_ROWS = ("input", "logits_shard", "target", "ids", "probs", "teacher_input", "rows")
+LOGITS = ("cross_entropy", "cross_entropy_outputs", "CrossEntropyLoss", "token_log_probs", "token_loss")
+LABELS = ("target", "mean", "one class", "its own weight", "")
+HEADS = ("linear_weight", "weight_shard", "tied_weight")
+
+
+def base_of(name):
+    bases = CALLS[name]
+    base = dict(next(bases[label] for label in LABELS if label in bases))
+    if name in LOGITS:
+        base |= {"input": randn(N, V), "target": TARGET, "dim": -1}
+    if "fn" in base:
+        base["rows"] = (randn(N),)
+    return base
+
+
+def mapped(base, change, names):
+    """The base with other tensors of rows."""
+    of_rows = {name: base[name] for name in names if name in base}
+    return base | {
+        name: tuple(map(change, value)) if name == "rows" else change(value) for name, value in of_rows.items()
+    }
+
+
+def wrong_rows(name):
+    """(what is wrong, arguments)."""
+    base, student = base_of(name), OF_ROWS[:2]
+    right = mapped(base, lambda value: value.view(2, 3, *value.shape[1:]), OF_ROWS)
+    for other in OF_ROWS[2:]:
+        if other in base:
+            yield f"{other} swapped", mapped(right, lambda value: value.view(3, 2, *value.shape[2:]), (other,))
+    yield "input swapped", mapped(right, lambda value: value.view(3, 2, *value.shape[2:]), student)
+    for number in (N - 1, N + 1, 2 * N):
+        repeated = mapped(base, lambda value: torch.cat([value, value]), student)
+        yield f"{number} rows", mapped(repeated, lambda value, number=number: value[:number], student)
+
+
+def wrong_options(name):
+    values = {"chunk_rows": (0, -1), "accumulate_dtype": (torch.float16,), "logits_dtype": (torch.float16,)}
+    for option in set(values) & set(parameters(name)):
+        for value in values[option]:
+            yield f"{option}={value}", base_of(name) | {option: value}
+
+
+def call(name, given, learned, compiled):
+    """The function's, or the module's, results. ``learned``: the arguments that require grad."""
+    function, given = of_name(name), dict(given)
+    for argument in learned:
+        if argument in given and argument != "tied_weight":
+            given[argument] = given[argument].detach().requires_grad_()
+    if inspect.isclass(function):
+        of_forward = set(inspect.signature(function.forward).parameters) & set(given)
+        function = function(**{key: value for key, value in given.items() if key not in of_forward})
+        given = {key: given[key] for key in of_forward}
+    return (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(**given)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", CALLS)
+def test_refused(name):
+    ways = {
+        "eager": (("input", "logits_shard", *HEADS), False),
+        "frozen hidden states": (HEADS, False),
+        "without gradients": ((), False),
+        "compiled": (("input", "logits_shard", *HEADS), True),
+    }
+    for wrong, given in (*wrong_rows(name), *wrong_options(name)):
+        text = wrong.split("=")[0] if "=" in wrong else "has shape"
+        for way, (learned, compiled) in ways.items():
+            effects = contextlib.nullcontext() if compiled else Effects()
+            with effects, pytest.raises(Exception, match=text) as raised:
+                call(name, given, learned, compiled)
+                pytest.fail(f"{wrong}, {way}: not refused")
+            torch.compiler.reset()
+            if not compiled:
+                assert isinstance(raised.value, (TypeError, ValueError)), f"{wrong}, {way}: {raised.value!r}"
+                assert not [one for one, *_ in effects.log if "mm" in one], f"{wrong}, {way}: computed"
