@@ -94,7 +94,8 @@ class TokenFunction(TokenRows):
 
     def _probe(self, target: Tensor, learned: Sequence[Tensor | None]) -> bool:
         leaves = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
-        wants_grad, traced = torch.is_grad_enabled() and bool(leaves), transforms.is_traced()
+        # Not bool: Dynamo of torch 2.11 does not trace it for a list.
+        wants_grad, traced = torch.is_grad_enabled() and len(leaves) > 0, transforms.is_traced()
         zeros = target.new_zeros(PROBED, dtype=self.dtype, requires_grad=wants_grad and not traced)
         # Setting a gradient mode would leave an empty submodule in an exported program, which could then not be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
