@@ -52,10 +52,14 @@ void matrix(const char* name, const Tensor& tensor) {
              "them. Without it, call in torch.no_grad() (torch::NoGradGuard), or inside a torch::autograd::Function");
 }
 
-void index_target(const Tensor& logits, const Tensor& target) {
+void indices(const Tensor& target) {
   const ScalarType dtype = target.scalar_type();
   XENT_CHECK(dtype == ScalarType::Long || dtype == ScalarType::Int || dtype == ScalarType::Byte,
              "target must be class indices of int64, int32 or uint8");
+}
+
+void index_target(const Tensor& logits, const Tensor& target) {
+  indices(target);
   XENT_CHECK(has_rows_of(target, logits), "target must be one class for each row");
 }
 
@@ -101,6 +105,23 @@ void scalar_or_rows(const char* name, const MaybeTensor& tensor, const Tensor& m
   if (tensor && tensor->dim() > 0) {
     rows(name, tensor, matrix);
   }
+}
+
+void same_rows(const char* name, const MaybeTensor& tensor, const Tensor& target) {
+  XENT_CHECK(!tensor || has_shape(*tensor, target, 0, target.dim()), name, " must be one number for each row");
+}
+
+void numbers_of_rows(const char* name, const Tensor& tensor, const Tensor& target) {
+  XENT_CHECK(is_float(tensor), name, " must be floating-point numbers");
+  same_rows(name, tensor, target);
+}
+
+void reduced_rows(const Tensor& target, const MaybeTensor& weight, const MaybeTensor& token_weight,
+                  const std::string& value) {
+  indices(target);
+  XENT_CHECK(!weight || weight->dim() == 1, "weight must be one number for each class");
+  same_rows("token_weight", token_weight, target);
+  reduction(value, false);
 }
 
 void scale(const Tensor& grad, const Tensor& factor) {

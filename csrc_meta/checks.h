@@ -26,6 +26,12 @@ void rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
 // Or one number for all rows.
 void scalar_or_rows(const char* name, const MaybeTensor& tensor, const Tensor& matrix);
 
+// Rows without a matrix: one number for each target.
+void same_rows(const char* name, const MaybeTensor& tensor, const Tensor& target);
+void numbers_of_rows(const char* name, const Tensor& tensor, const Tensor& target);  // floating point
+void reduced_rows(const Tensor& target, const MaybeTensor& weight, const MaybeTensor& token_weight,
+                  const std::string& reduction);
+
 void scale(const Tensor& grad, const Tensor& factor);
 
 // Arguments of a backward that go together, and the two divisors.

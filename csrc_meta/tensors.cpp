@@ -126,11 +126,25 @@ cpu::Problem Arguments::problem(const Tensor& logits, const MaybeTensor& target,
   if (values != Values::absent) {
     problem.logits = rows(logits, values == Values::apart);
   }
+  set_target(problem, target, weight);
+  return problem;
+}
+
+cpu::Problem Arguments::rows_only(const Tensor& rows, const Tensor& target, const MaybeTensor& weight,
+                                  int64_t ignore_index) {
+  cpu::Problem problem{RowOptions{ignore_index}};
+  problem.dtype = dtype(rows);
+  problem.rows = target.numel();
+  problem.classes = weight ? weight->numel() : 0;
+  set_target(problem, target, weight);
+  return problem;
+}
+
+void Arguments::set_target(cpu::Problem& problem, const MaybeTensor& target, const MaybeTensor& weight) {
   problem.target = static_cast<const int64_t*>(dense(target, ScalarType::Long));
   if (weight) {
     problem.weight = dense(weight);
   }
-  return problem;
 }
 
 namespace {

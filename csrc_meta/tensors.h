@@ -38,7 +38,12 @@ class Arguments {
   cpu::Problem problem(const Tensor& logits, const MaybeTensor& target, const MaybeTensor& weight,
                        const RowOptions& options, Values values = Values::dense);
 
+  // For kernels that reduce rows and read no logits. The classes are those of the weight.
+  cpu::Problem rows_only(const Tensor& rows, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index);
+
  private:
+  void set_target(cpu::Problem& problem, const MaybeTensor& target, const MaybeTensor& weight);
+
   ScalarType accumulator_;
   std::vector<Tensor> memory_;
 };

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .kernels.options import LossOptions, Reduction, RowOptions
-from .kernels.reductions import reduce_rows
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
+from .ops.reduction import summary
 
 _ops = torch.ops.xent
 
@@ -209,5 +209,4 @@ def _refuse(name: str, *tensors: Any) -> None:
 def _reduced(
     row_loss: Tensor, target: Tensor, divisor: Tensor | None, loss: LossOptions, token_weight: Tensor | None
 ) -> Tensor:
-    divided = composite.divisors_of(target, None, divisor, 1, row_loss.dtype, loss, token_weight)
-    return reduce_rows(row_loss, row_loss, target, *divided, token_weight).value
+    return summary(row_loss, row_loss, target, None, token_weight, divisor, loss)[0]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
-from .kernels.reductions import cross_entropy_divisor
 from .ops import arguments, checks, function, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
@@ -252,15 +251,22 @@ def cross_entropy_outputs(
         )
     logits = classes_last(input, dim)
     arguments.suggest_dim(input, target, dim)
-    value = None
-    if grad_in_forward and function.wants_gradient(logits):
-        value, *rows = function.with_grad(logits, target, weight, loss, token_weight, with_statistics=True)
+    row_args = (logits, target, weight, loss, token_weight)
+    one_pass = grad_in_forward and function.wants_gradient(logits)
+    if loss.reduction != "none" and not transforms.is_traced():
+        if one_pass:
+            results = function.with_grad(*row_args, with_statistics=True)
+        else:
+            results = function.summarised(*row_args, True, batch_invariant)
+        value, z_loss, accuracy, row_loss, lse, argmax, entropy = results
+        outputs = CrossEntropyOutputs(value, z_loss, lse, argmax, accuracy, row_loss, entropy)
+    elif one_pass:
+        value, _, _, *rows = function.with_grad(*row_args, with_statistics=True)
+        outputs = outputs_of_rows(rows, target, weight, None, loss, token_weight)._replace(loss=value)
     else:
-        rows = torch.ops.xent.cross_entropy_forward(
-            logits, target, weight, True, True, batch_invariant, **loss.row_options.keywords()
-        )[:4]
-    divisor, _ = cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
-    outputs = outputs_of_rows(value, rows, target, divisor, loss, token_weight)
+        flags, options = (True, True, batch_invariant), loss.row_options.keywords()
+        rows = torch.ops.xent.cross_entropy_forward(logits, target, weight, *flags, **options)[:4]
+        outputs = outputs_of_rows(rows, target, weight, None, loss, token_weight)
     if grad_in_forward:  # in compiled graphs too
         outputs = outputs._replace(lse=outputs.lse.detach(), z_loss=outputs.z_loss.detach())
     return outputs

@@ -173,19 +173,18 @@ def linear_cross_entropy_outputs(
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
     call = call.in_autocast_dtype()
-    head, loss, chunk_options, value = call.head, call.loss, call.head.chunking.keywords(), None
+    head, loss, chunk_options = call.head, call.loss, call.head.chunking.keywords()
     target, weight, token_weight = call.target, head.class_weight, call.token_weight
     head_args = (call.input, head.weight, target, head.bias, weight)
     if loss.reduction != "none" and composite.gradients_in_forward(call.input, head.weight, head.bias):
         loss_args = (call.divisor, token_weight, head.accumulate_dtype, True, True)
-        value, _, *rows = composite.with_grad(head_args, *loss_args, **chunk_options, **loss.keywords())
-    else:
-        keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.row_options.keywords()}
-        rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)[:4]
-    divided = composite.divisors_of(
-        target, weight, call.divisor, head.weight.shape[0], rows[1].dtype, loss, token_weight
-    )
-    return outputs_of_rows(value, rows[:4], target, *divided, token_weight)
+        value, _, z_loss, accuracy, row_loss, lse, argmax, entropy, *_ = composite.with_grad(
+            head_args, *loss_args, **chunk_options, **loss.keywords()
+        )
+        return CrossEntropyOutputs(value, z_loss, lse, argmax, accuracy, row_loss, entropy)
+    keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.row_options.keywords()}
+    rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)
+    return outputs_of_rows(rows[:4], target, weight, call.divisor, loss, token_weight)
 
 
 @arguments.named

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .head.loop import HeadSlice
-from .kernels.options import LossOptions
-from .kernels.reductions import counted_weights
-from .kernels.reference import accumulator, is_counted
+from .kernels.options import LossOptions, RowOptions
+from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
 from .ops.library import refuse
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
+from .ops.reduction import divisors_of
 from .ops.token_logits import target_and_ids
 
 _ops = torch.ops.xent
@@ -50,9 +50,7 @@ class LinearCall(NamedTuple):
 
 def rows_counted(target: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """(): the number of counted rows, or the sum of their weights."""
-    if token_weight is None:
-        return is_counted(target, ignore_index).sum().to(dtype)
-    return counted_weights(token_weight, target, ignore_index, dtype).sum()
+    return divisors_of(target, None, token_weight, None, LossOptions(RowOptions(ignore_index)), dtype)[1]
 
 
 def bind(

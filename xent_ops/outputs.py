@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .kernels.options import LossOptions, RowOptions
-from .kernels.reductions import reduce_rows
 from .kernels.reference import is_counted
+from .ops.reduction import summary
 
 
 class CrossEntropyOutputs(NamedTuple):
@@ -53,27 +53,24 @@ class TokenLogProbs(NamedTuple):
 
 
 def outputs_of_rows(
-    value: Tensor | None,
     rows: Sequence[Tensor],
     target: Tensor,
+    weight: Tensor | None,
     divisor: Tensor | None,
     loss: LossOptions,
     token_weight: Tensor | None,
 ) -> CrossEntropyOutputs:
-    """From the rows' (loss, lse, argmax, entropy). ``value``: the reduced loss, if an operator has computed it."""
+    """From the rows' (loss, lse, argmax, entropy)."""
     row_loss, lse, argmax, entropy = rows
-    reduced = reduce_rows(row_loss, lse, target, divisor, loss, token_weight)
-    if value is None:
-        value = reduced.value
-    z_loss = torch.zeros_like(value) if reduced.z_loss is None else reduced.z_loss
+    value, z_loss, accuracy = summary(row_loss, lse, target, weight, token_weight, divisor, loss, argmax)
+    assert z_loss is not None and accuracy is not None
     counted = is_counted(target, loss.row_options.ignore_index)
-    hits = counted & (argmax == target)
     return CrossEntropyOutputs(
         value,
         z_loss if loss.reduction == "none" else z_loss.detach(),
         torch.where(counted, lse, float("inf")),
         torch.where(counted, argmax, -1),
-        hits.sum() / counted.sum().to(lse.dtype),  # a division of integers would have the default dtype
+        accuracy,
         row_loss.detach(),
         torch.where(counted, entropy, 0.0).detach(),
     )

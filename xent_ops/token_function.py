@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .head import chunks, float16, loop, packing
+from .head import float16, loop, packing
 from .head.loop import RowGradients, RowRange
+from .head.products import concatenated
 from .head.shard import RowStatistics
 from .kernels.reference import is_counted
 from .kernels.sizes import depend_on_data
@@ -19,6 +20,7 @@ from .ops import arguments, checks, transforms
 from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.message_values import repr_for_message, type_name
+from .ops.reduction import divisors_of
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
 
@@ -262,7 +264,7 @@ def loss_by_chunks(
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
-    divisors = chunks.divided_by(target, None, divisor, 1, function.dtype, loss)
+    divisors = divisors_of(target, None, None, divisor, loss, function.dtype)
     split = float16.split_loss(input.dtype, divisors, target, loss=loss)
     values: list[Tensor] = []
     rows, count, packed, output_mask = input, None, None, loop.wanted_gradients(input, head)
@@ -289,7 +291,7 @@ def loss_by_chunks(
     )
     if packed is not None and output_mask[0]:
         grads = grads._replace(input=packed.unpack_rows(grads.input).view(input.shape))
-    return loop.value(divided(torch.cat(values), divisor), input, head, grads, split)
+    return loop.value(divided(concatenated(values), divisor), input, head, grads, split)
 
 
 def divided(values: Tensor, divisor: Tensor | None) -> Tensor:

@@ -151,14 +151,27 @@ void distillation_backward(const Distillation&, PerRow grad_loss, Numbers statis
 void distillation_with_grad(const Distillation&, PerRow grad_scale, MutableNumbers loss, MutableRows grad_logits,
                             const Threads&);
 
-// divisor: (2,), the sum of the counted targets' class weights and the number of counted rows. If `target_weight`,
-// (N,), is not null, it replaces the class weights. inverse, 1 / divisor, is optional (null). The logits are not read.
-void divisor(const Problem&, Numbers target_weight, MutableNumbers divisor, MutableNumbers inverse);
+// For the next three: only dtype, rows, classes, target, weight and ignore_index of the problem. token_weight is (N,) or
+// null: every counted row counts 1.
 
-// One number: the sum of the losses (0 in ignored rows) plus the sum of lse_square_scale * lse^2 over the counted rows.
-// A mean divides the two sums by divisor[0] and divisor[1]. Uses dtype, rows, target and ignore_index of the problem.
-void reduce(const Problem&, Numbers loss, Numbers lse, Numbers divisor, double lse_square_scale, bool mean,
-            MutableNumbers value);
+// (2,): the sum of the counted targets' class weights and the number of counted rows, each times token_weight. If
+// `target_weight`, (N,), is not null, it replaces the class weights.
+void divisors(const Problem&, Numbers target_weight, Numbers token_weight, MutableNumbers divisors);
+
+// scale: 1 / divisors[0]; square: lse_square_scale / divisors[1]; one number each, or (N,) with token_weight: times the
+// row's weight, 0 in ignored rows. square is optional (null).
+void row_factors(const Problem&, Numbers divisors, Numbers token_weight, double lse_square_scale, MutableNumbers scale,
+                 MutableNumbers square);
+
+struct Reduced {
+  MutableNumbers value, z_loss, accuracy;  // the last two are optional (null)
+};
+
+// The sum of the losses (0 in ignored rows) plus that of lse_square_scale * lse^2 over the counted rows, each times
+// token_weight. A mean divides the two sums by divisors[0] and divisors[1]. accuracy: the share of the counted rows
+// whose argmax is the target; argmax goes with it.
+void reduce(const Problem&, Numbers loss, Numbers lse, Numbers token_weight, const std::int64_t* argmax,
+            Numbers divisors, double lse_square_scale, bool mean, const Reduced&);
 
 // A forward of the counted rows only, and the gradient of sum(grad_scale * loss + grad_lse_square * lse^2) over them.
 // The bits are those of forward and backward; the second visit reads a row from the cache. grad_lse_square is optional.

@@ -17,7 +17,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target, const MaybeTens
                              softcap, logit_scale, lse_square_scale, reduction)[0];
   }
   const auto rows = aten::call_all<5>("xent::cross_entropy_forward", "", logits, target, weight, false, false, false,
-                                      ignore_index, label_smoothing, softcap, logit_scale);
+                                      false, ignore_index, label_smoothing, softcap, logit_scale);
   if (lse_square_scale == 0.0) {
     return rows[0];
   }

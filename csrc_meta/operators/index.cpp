@@ -14,8 +14,8 @@ cpu::Problem checked(tensors::Arguments& arguments, const Tensor& logits, const 
 }
 
 Five forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, bool with_argmax, bool with_entropy,
-             bool batch_invariant, int64_t ignore_index, double label_smoothing, MaybeNumber softcap,
-             double logit_scale) {
+             bool batch_invariant, bool skip_ignored, int64_t ignore_index, double label_smoothing,
+             MaybeNumber softcap, double logit_scale) {
   (void)batch_invariant;  // a row's bits depend on it alone in any case: rows.h, fold
   const RowOptions options{ignore_index, label_smoothing, softcap, logit_scale};
   checks::index(logits, target, weight, options);
@@ -25,7 +25,7 @@ Five forward(const Tensor& logits, const Tensor& target, const MaybeTensor& weig
     tensors::Arguments arguments(logits);
     cpu::RowResults memory = memory_of(outputs);
     memory.lse_low = lse_low.mutable_data_ptr();
-    cpu::forward(checked(arguments, logits, target, weight, options), false, memory,
+    cpu::forward(checked(arguments, logits, target, weight, options), skip_ignored, memory,
                  tensors::threads(logits, softcap));
   }
   return std::tuple_cat(outputs, std::make_tuple(lse_low));
@@ -52,16 +52,58 @@ Four forward_reduced(const Tensor& logits, const Tensor& target, const MaybeTens
   return {value, divisors, lse, lse_low};
 }
 
-Two divisor(const Tensor& logits, const Tensor& target, const MaybeTensor& weight, int64_t ignore_index) {
-  const RowOptions options{ignore_index};
-  checks::index(logits, target, weight, options);
-  const Tensor divisors = numbers(logits, {2}), inverse = numbers(logits, {2});
-  if (!is_meta(logits)) {
-    tensors::Arguments arguments(logits);
-    cpu::divisor(arguments.problem(logits, target, weight, options, tensors::Values::absent), nullptr,
-                 divisors.mutable_data_ptr(), inverse.mutable_data_ptr());
+Three row_divisors(const Tensor& target, const MaybeTensor& weight, const MaybeTensor& token_weight,
+                   const MaybeTensor& divisor, int64_t ignore_index, double lse_square_scale,
+                   const std::string& reduction, MaybeDtype dtype) {
+  checks::reduced_rows(target, weight, token_weight, reduction);
+  XENT_CHECK(!divisor || (divisor->dim() == 0 && reduction == "sum"), "divisor must be one number, of a sum");
+  const Tensor rows = aten::empty_like(target, dtype.value_or(ScalarType::Float));  // its values are not read
+  const auto factor = [&] { return token_weight ? aten::empty_like(rows, rows.scalar_type()) : numbers(rows, {}); };
+  const Tensor divisors = numbers(rows, {2}), scale = factor();
+  const Tensor square = lse_square_scale == 0 ? none(rows, rows.scalar_type()) : factor();
+  if (!is_meta(target)) {
+    tensors::Arguments arguments(rows);
+    const cpu::Problem problem = arguments.rows_only(rows, target, weight, ignore_index);
+    const void* token_weights = arguments.dense(token_weight);
+    if (reduction == "mean") {
+      cpu::divisors(problem, nullptr, token_weights, divisors.mutable_data_ptr());
+    } else {  // of a sum: one number
+      Tensor both = divisors;
+      (void)arguments.dense(divisor);  // refuses one without memory
+      torch::stable::copy_(both, divisor.value_or(aten::scalar(1.0, rows.scalar_type())));
+    }
+    cpu::row_factors(problem, divisors.const_data_ptr(), token_weights, lse_square_scale, scale.mutable_data_ptr(),
+                     square.mutable_data_ptr());
   }
-  return {divisors, inverse};
+  return {divisors, scale, square};
+}
+
+Four row_summary(const Tensor& loss, const Tensor& lse, const Tensor& target, const MaybeTensor& weight,
+                 const MaybeTensor& token_weight, const MaybeTensor& divisors, const MaybeTensor& argmax,
+                 int64_t ignore_index, double lse_square_scale, const std::string& reduction) {
+  checks::reduced_rows(target, weight, token_weight, reduction);
+  checks::numbers_of_rows("loss", loss, target);
+  checks::numbers_of_rows("lse", lse, target);
+  checks::same_rows("argmax", argmax, target);
+  XENT_CHECK(!divisors || (divisors->dim() == 1 && divisors->size(0) == 2), "divisors must be two numbers");
+  const ScalarType dtype = tensors::accumulator(loss);
+  const Tensor value = numbers(loss, {}), made = divisors ? none(loss, dtype) : numbers(loss, {2});
+  const auto if_argmax = [&] { return argmax ? numbers(loss, {}) : none(loss, dtype); };
+  const Tensor z_loss = if_argmax(), accuracy = if_argmax();
+  if (!is_meta(loss)) {
+    tensors::Arguments arguments(loss);
+    const cpu::Problem problem = arguments.rows_only(loss, target, weight, ignore_index);
+    const void* token_weights = arguments.dense(token_weight);
+    const void* by = arguments.dense(divisors);
+    if (!divisors) {
+      cpu::divisors(problem, nullptr, token_weights, made.mutable_data_ptr());
+      by = made.const_data_ptr();
+    }
+    cpu::reduce(problem, arguments.dense(loss), arguments.dense(lse), token_weights,
+                static_cast<const int64_t*>(arguments.dense(argmax, ScalarType::Long)), by, lse_square_scale,
+                reduction == "mean", {value.mutable_data_ptr(), z_loss.mutable_data_ptr(), accuracy.mutable_data_ptr()});
+  }
+  return {value, made, z_loss, accuracy};
 }
 
 template <bool over_logits>
@@ -126,7 +168,8 @@ void scale_grad(const Tensor& grad, const Tensor& factor) {
 void add_index(const Add& add) {
   add("cross_entropy_forward", TORCH_BOX(&forward));
   add("cross_entropy_reduced", TORCH_BOX(&forward_reduced));
-  add("cross_entropy_divisor", TORCH_BOX(&divisor));
+  add("row_divisors", TORCH_BOX(&row_divisors));
+  add("row_summary", TORCH_BOX(&row_summary));
   add("cross_entropy_backward", TORCH_BOX(&backward<false>));
   add("cross_entropy_backward_", TORCH_BOX(&backward<true>));
   add("cross_entropy_with_grad", TORCH_BOX(&with_grad<false>));

@@ -29,6 +29,7 @@ inline Tensor none(const Tensor& like, ScalarType dtype) {
 }
 
 using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -49,9 +50,9 @@ inline cpu::RowResults memory_of(const Four& statistics) {
 // Losses of rows to one number. target_weight: one value a row, or null to take it from the problem's weight.
 inline void reduce(const cpu::Problem& problem, const Tensor& loss, const Tensor& lse, const void* target_weight,
                    double lse_square_scale, const std::string& reduction, const Tensor& divisors, const Tensor& value) {
-  cpu::divisor(problem, target_weight, divisors.mutable_data_ptr(), nullptr);
-  cpu::reduce(problem, loss.const_data_ptr(), lse.const_data_ptr(), divisors.const_data_ptr(), lse_square_scale,
-              reduction == "mean", value.mutable_data_ptr());
+  cpu::divisors(problem, target_weight, nullptr, divisors.mutable_data_ptr());
+  cpu::reduce(problem, loss.const_data_ptr(), lse.const_data_ptr(), nullptr, nullptr, divisors.const_data_ptr(),
+              lse_square_scale, reduction == "mean", {value.mutable_data_ptr()});
 }
 
 // write(values, rows) reads a tensor from `values` and writes to its rows: this tensor's, or a copy's if the kernels

@@ -36,12 +36,13 @@ class Operators(nn.Module):
         of_entropy = ops.cross_entropy_backward(
             rows, None, logits, target, lse, weight, None, rows, entropy[3], **options
         )
-        divisors = ops.cross_entropy_divisor(logits, target, weight, ignore_index=7)
-        scale, square = divisors[1][0], divisors[1][1] if self.full else None
+        divisors = ops.row_divisors(target, weight, rows if self.full else None, ignore_index=7, **z_loss)
+        scale, square = divisors[1], divisors[2] if self.full else None
+        summary = ops.row_summary(loss, lse, target, weight, rows, None, top[2], ignore_index=7, **z_loss)
         with_grad = ops.cross_entropy_with_grad(logits, target, scale, square, weight, **options)
         over = ops.cross_entropy_with_grad(left @ right.t(), target, rows, None, weight, **options)
         return (
-            loss, lse, *top, *entropy, value, divisor, *total, in_place, apart, of_entropy, *divisors, *with_grad, *over,
+            loss, lse, *top, *entropy, value, divisor, *total, in_place, apart, of_entropy, *divisors, *summary, *with_grad, *over,
             ops.linear_scale_grad(left, value),
         )  # fmt: skip
 
@@ -63,7 +64,7 @@ class Linear(nn.Module):
         gradients = ops.linear_cross_entropy_backward(upstream, None, hidden, head, target, lse, bias, **chunks)
         with_grad = ops.linear_cross_entropy_with_grad(*rows, **chunks, lse_square_scale=1e-2)
         frozen = ops.linear_cross_entropy_with_grad(*rows, None, None, None, [True, False, False], **chunks)
-        return loss, lse, *top, *gradients, *with_grad, frozen[3]
+        return loss, lse, *top, *gradients, *with_grad, frozen[5]
 
 
 def linear_inputs(rows, classes, features, dtype, device, ignored=7):

@@ -261,18 +261,18 @@ class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]"):
         linear_cross_entropy_with_grad = torch.ops.xent.linear_cross_entropy_with_grad.default(primals_1, primals_2, primals_3, None, None, None, None, [True, True, False]);  
         getitem: "f32[]" = linear_cross_entropy_with_grad[0]
-        getitem_6: "f32[48, 16]" = linear_cross_entropy_with_grad[6]
-        getitem_7: "f32[40, 16]" = linear_cross_entropy_with_grad[7]
-        return (getitem, getitem_6, getitem_7)
+        getitem_8: "f32[48, 16]" = linear_cross_entropy_with_grad[8]
+        getitem_9: "f32[40, 16]" = linear_cross_entropy_with_grad[9]
+        return (getitem, getitem_8, getitem_9)
 """,
     )
     assert_expected_inline(
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, getitem_6: "f32[48, 16]", getitem_7: "f32[40, 16]", tangents_1: "f32[]"):
-        linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_6, tangents_1)
-        linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_7, tangents_1);  
+    def forward(self, getitem_8: "f32[48, 16]", getitem_9: "f32[40, 16]", tangents_1: "f32[]"):
+        linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_8, tangents_1)
+        linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_9, tangents_1);  
         return (linear_scale_grad, linear_scale_grad_1, None)
 """,
     )

@@ -46,7 +46,8 @@ def refusals(name: str) -> list[Refusal]:
             if checked[argument] in contract.checked_last:
                 add(argument, tensor[..., 1:], ValueError, rf"^{text} has shape \(.*\); expected \(")
             elif argument == contract.primary:
-                add(argument, tensor.new_zeros(()), ValueError, f"^{text} (has|have) no dimension")
+                if checked[argument].shape.behind:  # else any shape is that of rows
+                    add(argument, tensor.new_zeros(()), ValueError, f"^{text} (has|have) no dimension")
             else:
                 wrong = [
                     tensor.new_zeros((*tensor.shape, 2)),

@@ -42,6 +42,8 @@ linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype l
 linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale logits
 linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_weight
 attach_gradients: input; H=input columns=linear_weight; value
+row_divisors: target; V=weight; token_weight lse_square_scale reduction divisor
+row_summary: loss; V=weight; token_weight lse_square_scale reduction
 linear_distillation_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target
 linear_distillation_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask
 linear_distillation_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask token_weight reduction divisor
@@ -60,7 +62,6 @@ cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing so
 soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
 soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
 cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap logit_scale with_entropy
-cross_entropy_divisor: logits; V=logits; no rule
 scale_grad_: grad; columns=grad; no rule""",
     )
 
@@ -74,16 +75,16 @@ def test_what_goes_together():
     assert_expected_inline(
         "\n".join(f"{text}: {' '.join(names)}" for text, names in found.items()),
         """\
-reduction=none never: cross_entropy_reduced cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_distillation_with_grad
+reduction=none never: cross_entropy_reduced row_divisors row_summary cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_distillation_with_grad
 grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk_grad_
 class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_grad_ distillation_forward distillation_backward distillation_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
+divisor with reduction: row_divisors linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
 mask_ids not beside all others: token_logits token_logits_backward linear_token_logits linear_token_logits_backward
 label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token_logits linear_token_logits_backward
 joined with class_start num_classes beta: distillation_forward
 num_classes never: distillation_forward distillation_backward distillation_backward_ distillation_with_grad distillation_with_grad_ linear_distillation_forward linear_distillation_backward linear_distillation_with_grad
-divisor with reduction: linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
 batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad linear_cross_entropy_shard linear_cross_entropy_shard_join
 num_classes not beside all others: linear_cross_entropy_backward
 products=fp8 never: linear_token_logits linear_token_logits_backward

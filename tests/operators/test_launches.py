@@ -42,7 +42,8 @@ def tensors(rows, classes, dtype, target_dtype, offset, padding, weighted):
     return {
         "cross_entropy_forward": (logits, target, weight),
         "cross_entropy_reduced": (logits, target, weight),
-        "cross_entropy_divisor": (logits, target, weight),
+        "row_divisors": (target, weight, row),
+        "row_summary": (row, row, target, weight, row, None, target),
         "cross_entropy_backward": (row, None, logits, target, row, weight),
         "cross_entropy_backward_": (row[:1].expand(rows), row, logits, target, row, weight, torch.ones(2)),
         "cross_entropy_with_grad": (logits, target, torch.ones(()), None, weight),

@@ -94,7 +94,11 @@ def everything(dtype, vocabulary, full):
     weight = (torch.ones(16),) * full
     for rows in (1000, 9000):  # the sums over rows by one program, by several
         launch("cross_entropy_reduced", given(rows, 16) + weight, {**options, **square, "reduction": "sum"})
-        launch("cross_entropy_divisor", given(rows, 16) + weight, {"ignore_index": 7})
+        row, target = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+        by_token = (torch.ones(rows),) * full
+        launch("row_divisors", (target, *(weight or (None,)), *by_token), {"ignore_index": 7, **square})
+        summary_args = (row, row, target, *(weight or (None,)), *(by_token or (None,)), None, *(target,) * full)
+        launch("row_summary", summary_args, {"ignore_index": 7, **square})
 
 
 CASES = [

@@ -161,7 +161,7 @@ MANY = [(9001, "mean", True)] if INTERPRETED else list(itertools.product([9001],
 
 @pytest.mark.parametrize("rows, reduction, weighted", REDUCED + MANY, ids=str)
 def test_reduced(device, rows, reduction, weighted):
-    """Value and divisor of the reduced operator are those of its rows, added up in float64; likewise the divisor alone."""
+    """Value and divisors of the reduced operator are those of its rows, added up in float64."""
     logits = torch.randn(rows, 8, device=device) * 3
     target = torch.randint(0, 8, (rows,), device=device)
     target[1::3] = -100
@@ -180,9 +180,6 @@ def test_reduced(device, rows, reduction, weighted):
         divisor.double(), torch.stack([weights.sum(), counted.sum().double()]), rtol=1e-5, atol=0
     )
     torch.testing.assert_close(lse, torch.where(counted, row_lse, float("inf")), rtol=0, atol=0)
-    alone, inverse = torch.ops.xent.cross_entropy_divisor(logits, target, weight)
-    torch.testing.assert_close(alone, divisor)
-    torch.testing.assert_close(inverse, alone.reciprocal())
 
 
 VIEWS = [

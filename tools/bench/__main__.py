@@ -11,7 +11,7 @@ from typing import Any
 from xent_ops.bench import run
 from xent_ops.bench.arguments import add_common, positive, positives, shapes
 
-from . import heads, host, losses, model, ranks, tokens
+from . import heads, host, launches, losses, model, ranks, tokens
 
 LOGITS, HEADS = "8192x32000,4096x128256", "8192x128256"
 CHUNKS: dict[str, Any] = {"type": positives, "metavar": "ROWS,...", "help": "a line of ours for each size of chunks"}
@@ -61,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--chunk-rows", **CHUNKS)
     found.set_defaults(run=ranks.main, alone=None)
     table("host", host.tables, host.HELP).set_defaults(run=host.main, device="cpu", eager=True)
+    found = commands.add_parser("launches", help=launches.HELP, description=launches.HELP)
+    found.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")
+    found.add_argument("--blocks", type=positive, default=15, help="blocks of 100 steps for the host's time (15)")
+    found.set_defaults(run=launches.main)
     return top
 
 

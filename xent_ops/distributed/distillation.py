@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..head import chunks, distillation_shard, float16, loop
+from ..head import distillation_shard, float16, loop
 from ..head.loop import ChunkLogits, HeadSlice, RowRange
 from ..kernels import reductions
 from ..kernels.distillation import Distillation
@@ -24,6 +24,7 @@ from ..ops import arguments, checks, distillation_arguments, distillation_checks
 from ..ops.dtensors import refuse_dtensors
 from ..ops.linear import checks as linear_checks
 from ..ops.linear import composite
+from ..ops.reduction import divisors_of
 from . import consistency
 from .bound import NAMES, as_target, bind_shard, by_ranks, check_values
 from .groups import Group, Ranks, ranks_of
@@ -250,7 +251,7 @@ def _loss(name: str, bound: _Bound, ranks: Ranks) -> Tensor:
         divisors = target.new_ones(2, dtype=dtype)
         taken = float16.Split(divisors, weights)
     else:
-        divisors = chunks.divided_by(ordered, None, divisor, 1, dtype, loss, weights)
+        divisors = divisors_of(ordered, None, weights, divisor, loss, dtype)
         taken = float16.split_loss(input.dtype, divisors, ordered, weights, loss=loss)
     inverse = taken.divisors[0].reciprocal()
     factors, shares = (None if rows is None else rows.reshape(parts, -1) for rows in (taken.token_weight, taken.shares))

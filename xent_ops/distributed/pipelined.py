@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..head import chunks, float16, loop
+from ..head import float16, loop
 from ..head.loop import HeadSlice, OneRank, RowGradients, RowRange
 from ..head.products import concatenated
 from ..head.shard import RowStatistics
@@ -22,6 +22,7 @@ from ..linear_call import LinearCall
 from ..ops import checks, rank_sums
 from ..ops.linear import composite
 from ..ops.message_values import repr_for_message
+from ..ops.reduction import divisors_of
 from .groups import Ranks
 from .sharded_rows import reduced
 from .vocab_parallel import RowValues
@@ -114,9 +115,9 @@ def _divisors(
     token_weight: Tensor | None,
     class_weights: Tensor | None,
 ) -> Tensor:
-    """(2,), as from chunks.divided_by. ``class_weights``: those of ``_class_weights``, summed over the ranks."""
+    """(2,), as from divisors_of. ``class_weights``: those of ``_class_weights``, summed over the ranks."""
     if class_weights is None or options.reduction != "mean":
-        return chunks.divided_by(target, None, divisor, head.shard_range[1], dtype, options, token_weight)
+        return divisors_of(target, None, token_weight, divisor, options, dtype)
     divisors = reductions.divisor_of(class_weights, target, options.row_options.ignore_index, token_weight)
     if ranks.world == 1:
         return divisors

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..head.chunks import divided_by
 from ..head.loop import HeadSlice
 from ..kernels import reductions
 from ..kernels.options import LossOptions
 from ..ops.library import below_autograd
+from ..ops.reduction import divisors_of
 from .groups import Ranks
 from .parts import all_gather
 from .vocab_parallel import RowValues
@@ -71,6 +71,6 @@ def reduced(
     if loss.reduction == "mean":
         divisors = reductions.divisor_of(rows.weight, target, loss.row_options.ignore_index, token_weight)
     else:
-        divisors = divided_by(target, None, divisor, 1, rows.lse.dtype, loss)
+        divisors = divisors_of(target, None, None, divisor, loss, rows.lse.dtype)
     mean = loss._replace(reduction="mean")
     return reductions.reduce_rows(rows.loss, rows.lse, target, divisors, mean, token_weight).value

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels import reductions, reference
 from ..kernels.options import LossOptions
+from . import float16
 from .packing import ComputedRows
 
 _ops = torch.ops.xent
@@ -27,7 +28,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bia
 
 
 def as_rows(input: Tensor) -> Tensor:
-    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    return input if input.dim() == 2 else input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ def unpack_statistics(
             if ignored is not None:
                 mask = ~reference.is_counted(target.reshape(-1), ignored)
                 value = value.masked_fill(mask.view((-1, *(1,) * (value.dim() - 1))), fill)
-            values[i] = value.view((*target.shape, *value.shape[1:]))
+            values[i] = value if target.dim() == 1 else value.view((*target.shape, *value.shape[1:]))
     return values
 
 
@@ -62,7 +63,8 @@ def skipped_values(with_argmax: bool, with_entropy: bool) -> tuple[float | None,
 
 
 def in_dtype(gradients: Gradients, dtype: torch.dtype) -> Gradients:
-    return gradients[0].to(dtype), gradients[1].to(dtype), gradients[2].to(dtype)
+    input, weight, bias = (gradient if gradient.dtype == dtype else gradient.to(dtype) for gradient in gradients)
+    return input, weight, bias
 
 
 def classes_of(
@@ -80,26 +82,23 @@ def classes_of(
     return linear_weight[:columns], bias, class_weight, linear_weight.shape[0] - columns
 
 
-def divided_by(
+def divisors_and_factors(
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    token_weight: Tensor | None,
     divisor: Tensor | None,
-    classes: int,
-    dtype: torch.dtype,
     loss: LossOptions,
-    token_weight: Tensor | None = None,
-) -> Tensor:
-    """(2,): the divisors of a reduced loss and of its z-loss."""
-    ignore_index = loss.row_options.ignore_index
-    if loss.reduction == "mean":
-        weights = reductions.target_weights(target, weight, classes, ignore_index, dtype)
-        return reductions.divisor_of(weights, target, ignore_index, token_weight)
-    if divisor is None:
-        return target.new_ones(2, dtype=dtype)
-    return divisor.to(dtype).expand(2).contiguous()
+) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor | None]:
+    """(divisors of a reduced loss, (2,); factors of the gradients of losses and of lse^2; ``Split.shares`` of float16).
 
-
-def factors(inverse: Tensor, token_weight: Tensor | None, lse_square_scale: float) -> tuple[Tensor, Tensor | None]:
-    """Factors of the gradients of losses and of lse^2, () or one per row. ``inverse`` (2,): one over the divisors."""
-    row_factors = inverse if token_weight is None else inverse.unsqueeze(-1) * token_weight
-    return row_factors[0], None if lse_square_scale == 0.0 else lse_square_scale * row_factors[1]
+    The factors are (), or with token weights or shares one for each row.
+    """
+    dtype = None if input.dtype != torch.float64 else input.dtype
+    row_args = (target, weight, token_weight, divisor)
+    divisors, scale, square = _ops.row_divisors(*row_args, dtype=dtype, **loss.reduction_keywords())
+    if input.dtype == torch.float16:
+        classes = 1 if weight is None else weight.shape[0]
+        split = float16.split_loss(input.dtype, divisors, target, token_weight, weight, classes, loss)
+        return divisors, reductions.row_factors(split.divisors, target, split.token_weight, loss), split.shares
+    return divisors, (scale, None if loss.lse_square_scale == 0.0 else square), None

@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reductions, reference
+from ..kernels import reference
 from ..kernels.options import DEFAULTS, Chunking, LossOptions, RowOptions
 from . import float16
 from .backend import IN_MEMORY, Backend
-from .chunks import Gradients, as_rows, classes_of, divided_by, factors, in_dtype, skipped_values, unpack_statistics
+from .chunks import (
+    Gradients,
+    as_rows,
+    classes_of,
+    divisors_and_factors,
+    in_dtype,
+    skipped_values,
+    unpack_statistics,
+)
 
 _ops = torch.ops.xent
 
@@ -36,11 +44,12 @@ def statistics(
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
-        return _ops.cross_entropy_forward(logits, target, weight, with_argmax, with_entropy, **keywords)
+        flags = (with_argmax, with_entropy, False, chunking.skip_ignored)
+        return _ops.cross_entropy_forward(logits, target, weight, *flags, **keywords)
 
     computed = backend.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
-    ignored = options.ignore_index if chunking.skip_ignored else None
-    return tuple(unpack_statistics(rows, computed, (*skipped_values(with_argmax, with_entropy), 0.0), target, ignored))
+    fills = (*skipped_values(with_argmax, with_entropy), 0.0)
+    return tuple(unpack_statistics(rows, computed, fills, target, None))
 
 
 def gradients(
@@ -132,28 +141,30 @@ def with_grad(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divisors, loss, lse, argmax, entropy, gradients). Loss, lse, argmax and entropy have one value per row.
+    """(value, divisors, z_loss, accuracy, loss, lse, argmax, entropy, gradients). The loss to the entropy: one per row.
 
-    argmax and entropy are (0,) if they are not wanted. The gradients of the weight and the bias have the dtype
-    in which they were added up. For float16 they lack the factors of ``float16.split_loss``.
+    argmax and entropy are (0,) if they are not wanted; without argmax, z_loss and accuracy too. The gradients of the
+    weight and the bias have the dtype in which they were added up. For float16 they lack the factors of
+    ``float16.split_loss``.
     """
-    loss, dtype = LossOptions(options, lse_square_scale, reduction), reference.accumulator(input)
-    divisors = divided_by(target, weight, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    split = float16.split_loss(input.dtype, divisors, target, token_weight, weight, linear_weight.shape[0], loss)
-    inverse = split.divisors.reciprocal()
+    loss = LossOptions(options, lse_square_scale, reduction)
+    divisors, factors, shares = divisors_and_factors(input, target, weight, token_weight, divisor, loss)
+    by_row = token_weight is not None or shares is not None
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
-    packed_weights = None if split.token_weight is None else rows.pack(split.token_weight.to(dtype))
-    shares = None if split.shares is None else rows.pack(split.shares)
+    row_factors = [rows.pack(one) if by_row and one is not None else None for one in factors]
+    shares = None if shares is None else rows.pack(shares)
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
     row_args = (weight, with_argmax, with_entropy, products.grad_dtype)
 
-    def visit(logits: Tensor, target: Tensor, token_weight: Tensor | None) -> Sequence[Tensor]:
-        scales = factors(inverse, token_weight, lse_square_scale)
+    def visit(logits: Tensor, target: Tensor, *chunk_factors: Tensor | None) -> Sequence[Tensor]:
+        scales = chunk_factors if by_row else factors
         return products.write("cross_entropy_with_grad", logits, logits, target, *scales, *row_args, **keywords)
 
-    computed = products.run(visit, rows.indices(), packed_weights, gradient=True, shares=shares)
+    computed = products.run(visit, rows.indices(), *row_factors, gradient=True, shares=shares)
     statistics = unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, None)
-    row_loss, lse, *_ = statistics
-    value = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight).value
-    return value, divisors, *statistics, *products.gradients(input.shape)
+    row_loss, lse, argmax, _ = statistics
+    summary_args = (row_loss, lse, target, None, token_weight, divisors, argmax if with_argmax else None)
+    mean = loss._replace(reduction="mean").reduction_keywords()
+    value, _, z_loss, accuracy = _ops.row_summary(*summary_args, **mean)
+    return value, divisors, z_loss, accuracy, *statistics, *products.gradients(input.shape)

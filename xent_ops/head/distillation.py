@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reductions
 from ..kernels.distillation import Distillation
 from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator
 from . import float16
 from .backend import IN_MEMORY, Backend
-from .chunks import Gradients, as_rows, divided_by, in_dtype, unpack_statistics
+from .chunks import Gradients, as_rows, divisors_and_factors, in_dtype, unpack_statistics
 from .packing import ComputedRows
 
 _ops = torch.ops.xent
@@ -133,22 +132,20 @@ def with_grad(
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divisors, gradients). The gradients are like those of cross_entropy.with_grad."""
-    spec, dtype, chunking = Distillation(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored)
+    spec, chunking = Distillation(**fields), Chunking(chunk_rows, skip_ignored)
     loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
-    divisors = divided_by(target, None, divisor, linear_weight.shape[0], dtype, loss, token_weight)
-    split = float16.split_loss(input.dtype, divisors, target, token_weight, loss=loss)
-    inverse = split.divisors[0].reciprocal()
+    divisors, (scale, _), shares = divisors_and_factors(input, target, None, token_weight, divisor, loss)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
-    factors = None if split.token_weight is None else inverse * rows.pack(split.token_weight.to(dtype))
-    shares = None if split.shares is None else rows.pack(split.shares)
+    factors = None if token_weight is None and shares is None else rows.pack(scale)
+    shares = None if shares is None else rows.pack(shares)
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
-        row_args = (teacher_logits, target, inverse if factor is None else factor)
+        row_args = (teacher_logits, target, scale if factor is None else factor)
         return products.write("distillation_with_grad", logits, logits, *row_args, **spec.keywords())
 
     computed = products.run(visit, rows.indices(), factors, gradient=True, shares=shares)
     (row_loss,) = unpack_statistics(rows, computed, (0.0,), target, None)
-    mean = loss._replace(reduction="mean")
-    value = reductions.reduce_rows(row_loss, row_loss, target, divisors, mean, token_weight).value
+    summary_args = (row_loss, row_loss, target, None, token_weight, divisors)
+    value, *_ = _ops.row_summary(*summary_args, **loss._replace(reduction="mean").reduction_keywords())
     return value, divisors, *products.gradients(input.shape)

@@ -14,6 +14,20 @@ from torch.nn.functional import pad
 
 from ..kernels.reference import is_counted
 
+# A view takes the host some microseconds. These make none that changes nothing.
+
+
+def flat(values: Tensor) -> Tensor:
+    """One value a row, (...) to (N,)."""
+    return values if values.dim() == 1 else values.reshape(-1)
+
+
+def part_of(values: Tensor, chunk: slice) -> Tensor:
+    """``values[chunk]``."""
+    number = values.shape[0]
+    is_all = type(number) is type(chunk.stop) is int and chunk.start == 0 and chunk.stop == number
+    return values if is_all else values[chunk]
+
 
 class ComputedRows:
     """All rows, (N,). Chunks cover the first ``number`` of them."""
@@ -21,12 +35,12 @@ class ComputedRows:
     size: int | None = None  # the rows of every chunk. None: Products choose it
 
     def __init__(self, target: Tensor) -> None:
-        self.target, self.dims = target.reshape(-1), target.dim()
+        self.target, self.dims = flat(target), target.dim()
         self.number = self.target.shape[0]
 
     def pack(self, values: Tensor) -> Tensor:
         """One value per row, (...) to (number,)."""
-        return values.reshape(-1)
+        return flat(values)
 
     def pack_grads(self, values: Tensor) -> Tensor:
         """The same for upstream gradients: 0 in rows that are not computed."""
@@ -54,7 +68,7 @@ class ComputedRows:
 
     def select(self, input: Tensor, chunk: slice) -> Tensor:
         """The rows of a chunk of input (N, H)."""
-        return input[chunk]
+        return part_of(input, chunk)
 
 
 class PaddedRows(ComputedRows):

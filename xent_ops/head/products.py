@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, RowOptions
 from ..kernels.rows import front_of, padded_classes
-from ..kernels.sizes import size_hint, symbolic
+from ..kernels.sizes import size_hint, statically_true, symbolic
 from .float16 import RowFactors, times
-from .packing import ComputedRows, PackedRows
+from .packing import ComputedRows, PackedRows, part_of
 from .sizes import rows_of_chunk
 
 _ops = torch.ops.xent
@@ -99,8 +100,8 @@ class Products(InPlace):
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
         self.mask, sum_dtype = output_mask, accumulator_of_weight(input.dtype, accumulate_dtype)
         packed = isinstance(rows, PackedRows)
-        new = input.new_zeros if packed else input.new_empty
-        self.input = new((input.shape[0] if packed else rows.number, input.shape[1]) if output_mask[0] else 0)
+        shape = (input.shape[0] if packed else rows.number, input.shape[1]) if output_mask[0] else (0,)
+        self.input = (torch.zeros if packed else torch.empty)(shape, dtype=input.dtype, device=input.device)
         classes, features = linear_weight.shape
         shape = (classes + padding, features)
         self.padded_weight, self.padded_bias = self._gradient_memory(shape, sum_dtype)
@@ -133,12 +134,14 @@ class Products(InPlace):
         if symbolic(number):  # in a package: the same number of chunks for every number of rows
             size = -(-number // chunks)
         # The counting kernels leave rows unwritten that forward operators read, even if these only mask the result.
-        new = self.all_input.new_empty if self.kernels is None or any(self.mask) else self.all_input.new_zeros
-        memory = logits_memory(new, size, self._columns(), self.logits_dtype)[:, :classes]
+        new = torch.empty if self.kernels is None or any(self.mask) else torch.zeros
+        new_logits = functools.partial(new, device=self.all_input.device)
+        memory = logits_memory(new_logits, size, self._columns(), self.logits_dtype)
+        memory = memory if statically_true(memory.shape[1] == classes) else memory[:, :classes]
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
-            logits, self.part = memory[: stop - start], self.rows.select(self.all_input, chunk)
+            logits, self.part = part_of(memory, slice(0, stop - start)), self.rows.select(self.all_input, chunk)
             self._write_logits(chunk, logits)
             yield chunk, logits
 
@@ -161,7 +164,7 @@ class Products(InPlace):
         heads = (self, *self.other_heads)
         for chunks in zip(*(products.chunks() for products in heads), strict=True):
             chunk = chunks[0][0]
-            chunk_values = [None if value is None else value[chunk] for value in values]
+            chunk_values = [None if value is None else part_of(value, chunk) for value in values]
             results = visit(*(logits for _, logits in chunks), *chunk_values)
             if gradient:
                 *results, grad_logits = results
@@ -178,7 +181,8 @@ class Products(InPlace):
                 self.input.mul_(self.rows.unpack(factors.rows, 0).unsqueeze(1))
             for gradient in (self.padded_weight, self.padded_bias):
                 _ops.scale_grad_(gradient, factors.largest)
-        return self.input.view(shape if self.mask[0] else 0), self.padded_weight, self.padded_bias
+        input = self.input if not self.mask[0] or len(shape) == 2 else self.input.view(shape)
+        return input, self.padded_weight, self.padded_bias
 
     def add(self, chunk: slice, logits: Tensor) -> None:
         """Add the products of the last chunk from ``chunks``. Its gradient is written over its logits."""
@@ -189,11 +193,11 @@ class Products(InPlace):
         if self.kernels is not None and self.mask[1]:
             self.kernels.grad_weight(gradient, self.part, self.count, self.weight, add=self.index > 0)
         elif self.mask[1]:
-            add_product(self.weight, gradient.t(), self.part, self.index == 0)
+            add_product(self.weight, gradient.transpose(0, 1), self.part, self.index == 0)
         del self.part  # the next product reuses its memory
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
-                torch.mm(gradient, self.head, out=self.input[chunk])
+                torch.mm(gradient, self.head, out=part_of(self.input, chunk))
             elif self.kernels is None:
                 self.input.index_copy_(0, self.rows.order[chunk], torch.mm(gradient, self.head))
             else:
@@ -208,7 +212,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
-    """Memory (rows, padded_classes). ``new`` allocates it, for example ``input.new_empty``."""
+    """Memory (rows, padded_classes). ``new`` allocates it."""
     padded = new((rows, padded_classes(classes, dtype)), dtype=dtype)
     if padded.device.type == "cpu":  # see padded_classes
         padded[:, classes:].zero_()
@@ -229,9 +233,10 @@ def head_gradients(
     input: Tensor, shape: Sequence[int], output_mask: Sequence[bool], sum_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Uninitialised memory for the gradients of linear_weight (of this shape) and linear_bias; (0,) if not wanted."""
+    weight_shape, device = tuple(shape), input.device
     return (
-        input.new_empty(tuple(shape) if output_mask[0] else (0,), dtype=sum_dtype),
-        input.new_empty(tuple(shape)[:1] if output_mask[1] else (0,), dtype=reference.accumulator(input)),
+        torch.empty(weight_shape if output_mask[0] else (0,), dtype=sum_dtype, device=device),
+        torch.empty(weight_shape[:1] if output_mask[1] else (0,), dtype=reference.accumulator(input), device=device),
     )
 
 
@@ -252,9 +257,9 @@ def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> 
         else:
             input, head = input.to(out.dtype), head.to(out.dtype)
     if bias is None:
-        torch.mm(input, head.t(), out=out, **out_dtype)
+        torch.mm(input, head.transpose(0, 1), out=out, **out_dtype)
     else:
-        torch.addmm(bias, input, head.t(), out=out, **out_dtype)
+        torch.addmm(bias, input, head.transpose(0, 1), out=out, **out_dtype)
 
 
 def multiplies_into_float32(tensor: Tensor) -> bool:

@@ -94,6 +94,11 @@ class LossOptions(NamedTuple):
             keywords["lse_square_scale"] = self.lse_square_scale
         return keywords
 
+    def reduction_keywords(self) -> dict[str, Any]:
+        """The keywords of the operators that reduce rows."""
+        names = ("ignore_index", "lse_square_scale", "reduction")
+        return {name: value for name, value in self.keywords().items() if name in names}
+
 
 HeadProducts = Literal["fp8", "fp8_gradients"]
 """The 8-bit modes of a head's matrix multiplications, for type checkers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from torch import Tensor
 from .options import DEFAULTS, LossOptions, RowOptions
 from .reference import (
     accumulator,
-    cross_entropy_forward,
     gather_target,
-    infinite_where_ignored,
     is_counted,
+    statistics,
     weights_at,
 )
 
@@ -90,18 +89,87 @@ def reduce_rows(
     return Reduced(row_loss if z_loss is None else row_loss + z_loss, z_loss)
 
 
-def cross_entropy_divisor(
-    logits: Tensor,
+def divisors_of(
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    divisor: Tensor | None,
+    loss: LossOptions,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(2,): what a mean or a sum and its z-loss are divided by. A sum is divided by ``divisor``, or by one."""
+    if loss.reduction == "mean":
+        ignore_index, classes = loss.row_options.ignore_index, 1 if weight is None else weight.shape[0]
+        weights = target_weights(target, weight, classes, ignore_index, dtype)
+        return divisor_of(weights, target, ignore_index, token_weight)
+    if divisor is None:
+        return target.new_ones(2, dtype=dtype)
+    return divisor.to(dtype).expand(2).contiguous()
+
+
+def row_factors(
+    divisors: Tensor, target: Tensor, token_weight: Tensor | None, loss: LossOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Factors of the gradients of losses and of lse^2, () or with token weights (...). None: there is no z-loss."""
+    factors = divisors.reciprocal()
+    if token_weight is not None:
+        weights = counted_weights(token_weight, target, loss.row_options.ignore_index, divisors.dtype)
+        factors = factors.view(2, *[1] * weights.dim()) * weights
+    return factors[0], None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * factors[1]
+
+
+def row_divisors(
     target: Tensor,
     weight: Tensor | None = None,
-    token_weight: Tensor | None = None,  # no argument of the operator
+    token_weight: Tensor | None = None,
+    divisor: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, Tensor]:
-    """(divisors, 1 / divisors), each (2,)."""
-    weights = target_weights(target, weight, logits.shape[-1], options.ignore_index, accumulator(logits))
-    divisors = divisor_of(weights, target, options.ignore_index, token_weight)
-    return divisors, divisors.reciprocal()
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(divisors, factors of the gradients of losses, of lse^2). The last is (0,) without a z-loss."""
+    loss = LossOptions(options, lse_square_scale, reduction)
+    divisors = divisors_of(target, weight, token_weight, divisor, loss, dtype or torch.float32)
+    scale, square = row_factors(divisors, target, token_weight, loss)
+    return divisors, scale, divisors.new_empty(0) if square is None else square
+
+
+def row_summary(
+    loss: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    divisors: Tensor | None = None,
+    argmax: Tensor | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(value, divisors, z-loss, share of counted rows that argmax hits).
+
+    The divisors are those of a mean, or (0,) if they are given. Without argmax the last two are (0,).
+    """
+    loss_options, loss = LossOptions(options, lse_square_scale, reduction), loss.to(accumulator(loss))
+    lse, made = lse.to(loss.dtype), loss.new_empty(0)
+    if divisors is None:
+        mean = loss_options._replace(reduction="mean")
+        divisors = made = divisors_of(target, weight, token_weight, None, mean, loss.dtype)
+    value, z_loss = reduce_rows(loss, lse, target, divisors.to(loss.dtype), loss_options, token_weight)
+    if argmax is None:
+        return value, made, loss.new_empty(0), loss.new_empty(0)
+    z_loss = torch.zeros_like(value) if z_loss is None else z_loss
+    return value, made, z_loss, share_of_hits(argmax, target, options.ignore_index, loss.dtype)
+
+
+def share_of_hits(argmax: Tensor, target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """(): the share of counted rows that argmax hits, NaN without such a row."""
+    counted = is_counted(target, ignore_index)
+    hits = counted & (argmax == target)
+    return hits.sum() / counted.sum().to(dtype)  # a division of integers would have the default dtype
 
 
 def cross_entropy_reduced(
@@ -112,7 +180,7 @@ def cross_entropy_reduced(
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor]] = cross_entropy_forward,
+    forward: Callable[..., tuple[Tensor, ...]] = statistics,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(value, divisors, lse, lse_low): (), (2,), (...), (...).
 
@@ -120,9 +188,7 @@ def cross_entropy_reduced(
     ignored rows they are infinite and 0, so that the softmax is zero: other kernels do not read these rows.
     ``forward`` computes the losses of the rows.
     """
-    row_loss, lse, lse_low = forward(logits, target, weight, options=options)
-    divisors, _ = cross_entropy_divisor(logits, target, weight, options=options)
-    loss = LossOptions(options, lse_square_scale, reduction)
-    value = reduce_rows(row_loss, lse, target, divisors, loss).value
-    lse_low = torch.where(is_counted(target, options.ignore_index), lse_low, 0.0)
-    return value, divisors, infinite_where_ignored(lse, target, options.ignore_index), lse_low
+    row_loss, lse, _, _, lse_low = forward(logits, target, weight, False, False, False, True, options=options)
+    keywords: dict[str, Any] = {"lse_square_scale": lse_square_scale, "reduction": reduction}
+    value, divisors, *_ = row_summary(row_loss, lse, target, weight, options=options, **keywords)
+    return value, divisors, lse, lse_low

@@ -108,17 +108,19 @@ def statistics(
     with_argmax: bool = False,
     with_entropy: bool = False,
     batch_invariant: bool = False,
+    skip_ignored: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, lse, argmax, entropy, lse_low), each (...), argmax and entropy (0,) unless asked for.
 
     argmax is int64, the first index on ties. entropy = -sum_j softmax_j log softmax_j, where a class of probability 0
-    adds 0.
+    adds 0. With ``skip_ignored`` the lse of an ignored row is infinite, its argmax -1, its entropy 0.
     """
     if batch_invariant and target.numel() == 1:  # torch splits the sum of a single row over threads
         two = logits.reshape(1, -1).repeat(2, 1), target.reshape(1).repeat(2)
-        first = [value[:1] for value in statistics(*two, weight, with_argmax, with_entropy, options=options)]
+        flags = (with_argmax, with_entropy, False, skip_ignored)
+        first = [value[:1] for value in statistics(*two, weight, *flags, options=options)]
         loss, lse, argmax, entropy, lse_low = (value.view(target.shape if value.numel() else 0) for value in first)
         return loss, lse, argmax, entropy, lse_low
     loss, lse, lse_low = cross_entropy_forward(logits, target, weight, options=options)
@@ -130,6 +132,11 @@ def statistics(
         log_p = x - maximum - log_sum  # not x - lse: the lse has been rounded
         p = log_p.exp()
         entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+    if skip_ignored:
+        counted = is_counted(target, options.ignore_index)
+        lse, lse_low = torch.where(counted, lse, float("inf")), torch.where(counted, lse_low, 0.0)
+        argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
+        entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     return loss, lse, argmax, entropy, lse_low
 
 
@@ -331,11 +338,8 @@ def cross_entropy_with_grad(
 
     An ignored row has an infinite lse, as in ``cross_entropy_reduced``, argmax -1 and entropy 0.
     """
-    loss, lse, argmax, entropy, lse_low = statistics(logits, target, weight, with_argmax, with_entropy, options=options)
-    lse = infinite_where_ignored(lse, target, options.ignore_index)
-    counted = is_counted(target, options.ignore_index)
-    argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
-    entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
+    flags = (with_argmax, with_entropy, False, True)
+    loss, lse, argmax, entropy, lse_low = statistics(logits, target, weight, *flags, options=options)
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     backward_args = (grad_scale, grad_lse, logits, target, lse, weight)
     gradient = cross_entropy_backward(*backward_args, lse_low=lse_low, grad_dtype=grad_dtype, options=options)

@@ -59,6 +59,7 @@ CHECKED_LAST = frozenset(("P", "W"))  # computed from arguments, so these must b
 RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
     "acc": lambda call: accumulator(call.primary),
     "int64": lambda call: torch.int64,
+    "dtype": lambda call: call.dtype or torch.float32,
     "grad_dtype": lambda call: getattr(call, "grad_dtype", None) or call.logits.dtype,
     "logits_dtype": lambda call: getattr(call, "logits_dtype", None) or call.input.dtype,
     "sum_dtype": lambda call: accumulator_of_weight(call.input.dtype, call.accumulate_dtype),
@@ -233,7 +234,7 @@ class Contract:
         text, own = called.get(argument.name, argument.name), argument.gives
         middle: Any = rows if has_rows else ()
         if has_rows and argument.name == self.primary:
-            middle = sizes[: -len(behind)]
+            middle = sizes[: len(sizes) - len(behind)]
             if len(sizes) < len(behind):
                 expected_text = f"(..., {' '.join(behind)}){argument.meaning and f', {argument.meaning}'}"
                 raise ValueError(f"{text} {rules.have(text)} no dimension; expected shape {expected_text}")

@@ -13,7 +13,7 @@ autograd compares no versions, so there the gradient gets its own memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,20 +41,38 @@ def cross_entropy(
     """The loss, by the implementation that fits the call: see the module."""
     if grad_in_forward and wants_gradient(logits):
         return with_grad(logits, target, weight, loss, token_weight, inplace_backward)[0]
-    if token_weight is not None:
+    if token_weight is not None and loss.reduction != "none" and not _in_plain_torch():
+        return summarised(logits, target, weight, loss, token_weight)[0]
+    if token_weight is not None or transforms.functorch_is_active() or transforms.forward_mode():
         return by_rows(logits, target, weight, loss, token_weight)
-    if transforms.functorch_is_active() or transforms.forward_mode():
-        return by_rows(logits, target, weight, loss)
     if not wants_gradient(logits):
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
     checks.weight_without_grad(weight)
     return _apply(logits, target, weight, loss, inplace_backward and _may_overwrite(logits))
 
 
+def _in_plain_torch() -> bool:
+    """Is this call traced, or inside a transform?"""
+    return transforms.functorch_is_active() or transforms.forward_mode() or transforms.is_traced()
+
+
 def wants_gradient(logits: Tensor) -> bool:
     """Is this an eager call that autograd records?"""
-    plain = not (transforms.functorch_is_active() or transforms.forward_mode() or transforms.is_traced())
-    return plain and logits.requires_grad and torch.is_grad_enabled()
+    return logits.requires_grad and torch.is_grad_enabled() and not _in_plain_torch()
+
+
+def summarised(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    loss: LossOptions,
+    token_weight: Tensor | None,
+    with_statistics: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, ...]:
+    """(value, z-loss, accuracy, loss, lse, argmax, entropy) of a mean or a sum, in eager."""
+    checks.weight_without_grad(weight)
+    return SummaryFunction.apply(logits, target, weight, token_weight, loss, with_statistics, batch_invariant)
 
 
 def with_grad(
@@ -66,7 +84,10 @@ def with_grad(
     in_place: bool = False,
     with_statistics: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(value, loss, lse, argmax, entropy): a loss whose gradient the forward computes, and constants of its rows."""
+    """The same of any reduction, constants but for the value, whose gradient the forward computes.
+
+    For "none", z-loss and accuracy are None.
+    """
     checks.weight_without_grad(weight)
     in_place = in_place and _may_overwrite(logits)
     return GradInForwardFunction.apply(logits, target, weight, token_weight, loss, in_place, with_statistics)
@@ -84,7 +105,9 @@ def by_rows(
         row_loss, lse, _ = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
         row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.row_options.keywords())
-    divisors, _ = reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
+    divisors = None
+    if loss.reduction != "none":
+        divisors = reductions.divisors_of(target, weight, token_weight, None, loss, lse.dtype)
     return reductions.reduce_rows(row_loss, lse, target, divisors, loss, token_weight).value
 
 
@@ -149,15 +172,65 @@ class CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_place:
             _refuse_derivatives("inplace_backward", grad)
-        if transforms.is_batch(grad) or transforms.forward_mode():  # operators would loop, or drop the tangent
-            return _gradient_in_plain_torch(grad, ctx.saved_tensors, ctx.options), None, None, None, None
-        # A node of its own, which costs the host 30 us, only if its derivative is wanted.
-        gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
-        return gradient(grad, *ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
+        return _gradient(grad, None, ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
 
 
 # Function.apply would bind forward's signature at every call, for 20 us of host time.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CrossEntropyFunction).apply
+
+
+class SummaryFunction(torch.autograd.Function):
+    """A mean or a sum, with what can be known of its rows. The value and the lse are differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        token_weight: Tensor | None,
+        loss: LossOptions,
+        with_statistics: bool,
+        batch_invariant: bool,
+    ) -> tuple[Tensor, ...]:
+        flags = (with_statistics, with_statistics, batch_invariant, True)
+        options = loss.row_options.keywords()
+        rows = below_autograd(_ops.cross_entropy_forward.default, logits, target, weight, *flags, **options)
+        row_loss, lse, argmax, entropy, lse_low = rows
+        row_args = (row_loss, lse, target, weight, token_weight, None, argmax if with_statistics else None)
+        keywords = loss.reduction_keywords()
+        value, divisors, *summary = below_autograd(_ops.row_summary.default, *row_args, **keywords)
+        divided = divisors if loss.reduction == "mean" else None
+        ctx.save_for_backward(logits, target, lse, weight, divided, lse_low, token_weight)
+        ctx.options = loss.backward_keywords()
+        ctx.mark_non_differentiable(*summary, row_loss, argmax, entropy)
+        ctx.set_materialize_grads(False)
+        return value, *summary, *rows[:4]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *grads: Any) -> tuple[Tensor | None, ...]:
+        *saved, token_weight = ctx.saved_tensors
+        (_, target, lse, *_), (_z_loss, _accuracy, _loss, grad_lse, *_) = saved, grads
+        if grad is None:
+            if grad_lse is None:
+                return (None,) * 7
+            grad = lse.new_zeros(())
+        if token_weight is not None:
+            grad = grad * token_weight.to(grad.dtype)
+        if grad_lse is not None:  # that of an ignored row may be NaN, since its lse is infinite
+            ignore_index = as_record(ctx.options)["options"].ignore_index
+            grad_lse = torch.where(reference.is_counted(target, ignore_index), grad_lse, 0.0)
+        return _gradient(grad, grad_lse, saved, ctx.options), *(None,) * 6
+
+
+def _gradient(
+    grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Any], options: dict[str, Any], in_place: bool = False
+) -> Tensor:
+    if transforms.is_batch(grad) or transforms.forward_mode():  # operators would loop, or drop the tangent
+        return _gradient_in_plain_torch(grad, grad_lse, saved, options)
+    # A node of its own, which costs the host 30 us, only if its derivative is wanted.
+    gradient: Any = GradientFunction.apply if torch.is_grad_enabled() else GradientFunction.forward
+    return gradient(grad, grad_lse, *saved, options, in_place)
 
 
 class GradientFunction(torch.autograd.Function):
@@ -166,6 +239,7 @@ class GradientFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         grad: Tensor,
+        grad_lse: Tensor | None,
         logits: Tensor,
         target: Tensor,
         lse: Tensor,
@@ -175,7 +249,7 @@ class GradientFunction(torch.autograd.Function):
         options: dict[str, Any],
         in_place: bool,
     ) -> Tensor:
-        arguments, options = (grad, None, logits, target, lse, weight, divisors), {**options, "lse_low": lse_low}
+        arguments, options = (grad, grad_lse, logits, target, lse, weight, divisors), {**options, "lse_low": lse_low}
         if in_place and not torch.compiler.is_compiling():
             below_autograd(_ops.cross_entropy_backward_.default, *arguments, **options)
             return logits.detach()
@@ -188,19 +262,21 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        def gradient(grad: Tensor, *saved: Any) -> Tensor:
-            return _gradient_in_plain_torch(grad, saved, ctx.options)
+        def gradient(grad: Tensor, grad_lse: Tensor | None, *saved: Any) -> Tensor:
+            return _gradient_in_plain_torch(grad, grad_lse, saved, ctx.options)
 
-        needs = [i < 2 and needed for i, needed in enumerate(ctx.needs_input_grad[:7])]
+        needs = [i < 3 and needed for i, needed in enumerate(ctx.needs_input_grad[:8])]
         return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None
 
 
-def _gradient_in_plain_torch(grad: Tensor, saved: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+def _gradient_in_plain_torch(
+    grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Any], options: dict[str, Any]
+) -> Tensor:
     """Compute the lse again, because it depends on the logits."""
     (logits, target, _, weight, divisors, _), keywords = saved, as_record(options)
     _, lse, lse_low = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])
     keywords["lse_low"] = lse_low
-    return reference.cross_entropy_backward(grad, None, logits, target, lse, weight, divisors, **keywords)
+    return reference.cross_entropy_backward(grad, grad_lse, logits, target, lse, weight, divisors, **keywords)
 
 
 class GradInForwardFunction(torch.autograd.Function):
@@ -218,13 +294,11 @@ class GradInForwardFunction(torch.autograd.Function):
         with_statistics: bool,
     ) -> tuple[Tensor, ...]:
         options, dtype = loss.row_options.keywords(), reference.accumulator(logits)
-        divisors, inverse = None, torch.ones(2, dtype=dtype, device=logits.device)
-        if loss.reduction == "mean":  # inverse: one over the divisors of the loss and the z-loss
-            divisors, inverse = _divisor(logits, target, weight, token_weight, loss)
-        factors = [inverse[0], None if loss.lse_square_scale == 0.0 else loss.lse_square_scale * inverse[1]]
-        if token_weight is not None:
-            factors = [None if factor is None else factor * token_weight.to(dtype) for factor in factors]
-        arguments = (logits, target, *factors, weight, with_statistics, with_statistics)
+        reduction = "mean" if loss.reduction == "mean" else "sum"
+        keywords, row_args = loss._replace(reduction=reduction).reduction_keywords(), (target, weight, token_weight)
+        divisors, scale, square = below_autograd(_ops.row_divisors.default, *row_args, dtype=dtype, **keywords)
+        square = None if loss.lse_square_scale == 0.0 else square
+        arguments = (logits, target, scale, square, weight, with_statistics, with_statistics)
         if in_place:
             rows = below_autograd(_ops.cross_entropy_with_grad_.default, *arguments, **options)
             ctx.save_for_backward(logits)
@@ -232,11 +306,16 @@ class GradInForwardFunction(torch.autograd.Function):
             *rows, gradient = below_autograd(_ops.cross_entropy_with_grad.default, *arguments, **options)
             ctx.save_for_backward(gradient)
         ctx.spent = False
-        ctx.mark_non_differentiable(*rows)
+        row_loss, lse, argmax, _ = rows
         ctx.set_materialize_grads(False)
-        row_loss, lse, *_ = rows
-        value = reductions.reduce_rows(row_loss, lse, target, divisors, loss, token_weight).value
-        return value.clone() if value is row_loss else value, *rows
+        if loss.reduction == "none":
+            ctx.mark_non_differentiable(*rows)
+            value = reductions.reduce_rows(row_loss, lse, target, None, loss, token_weight).value
+            return value.clone() if value is row_loss else value, None, None, *rows
+        summary_args = (row_loss, lse, target, None, token_weight, divisors, argmax if with_statistics else None)
+        value, _, *summary = below_autograd(_ops.row_summary.default, *summary_args, **keywords)
+        ctx.mark_non_differentiable(*summary, *rows)
+        return value, *summary, *rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -254,13 +333,3 @@ class GradInForwardFunction(torch.autograd.Function):
             below_autograd(_ops.scale_grad_.default, gradient, grad)
         ctx.spent = True
         return gradient, *(None,) * 6
-
-
-def _divisor(
-    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, loss: LossOptions
-) -> tuple[Tensor, Tensor]:
-    """(divisors, 1 / divisors) of a mean, each (2,)."""
-    if token_weight is not None:
-        return reductions.cross_entropy_divisor(logits, target, weight, token_weight, options=loss.row_options)
-    ignore_index = loss.row_options.ignore_index
-    return below_autograd(_ops.cross_entropy_divisor.default, logits, target, weight, ignore_index=ignore_index)

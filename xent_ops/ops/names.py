@@ -11,6 +11,7 @@ gives rows, dtype and device. The first with a size gives that size. Sizes that 
 # name: (dtype, shape, meaning)
 ARGUMENTS: dict[str, tuple[str, str, str]] = {
     # Tensors that have the rows.
+    "loss": ("float", "...", "one number a row"),
     "logits": ("float", "... V", "the classes last"),
     "grad": ("float", "... columns", ""),
     "grad_logits": ("float", "... columns", "the classes last"),
@@ -28,7 +29,8 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "ids": ("index", "... K", "K classes of each row of the {primary}"),
     "weight": ("float", "V", "one weight a class"),
     "token_weight": ("any", "...", "one number for each target"),
-    # Saved by a forward for its backward.
+    # Computed by a forward.
+    "argmax": ("index", "...", "one class index for each row of the {primary}"),
     "lse": ("float", "...", "one value for each row of the {primary}"),
     "lse_low": ("float", "...", "one value for each row of the {primary}"),
     "entropy": ("float", "...", "one value for each row of the {primary}"),
@@ -66,7 +68,8 @@ RESULTS: dict[str, tuple[str, str, str]] = {
     "statistics": ("acc", "S ...", ""),
     "value": ("acc", "", ""),
     "divisors": ("acc", "2", ""),
-    "inverse": ("acc", "2", ""),
+    "z_loss": ("acc", "", "with_argmax"),
+    "accuracy": ("acc", "", "with_argmax"),
     "stats": ("acc", "1 W", ""),
     "logits": ("logits_dtype", "... P", ""),
     "teacher_logits": ("=teacher_input", "... P", ""),

@@ -17,6 +17,8 @@ LSE_SQUARE = "float lse_square_scale=0.0"
 REDUCTION = "str reduction='mean'"
 STATISTICS = "bool with_argmax=False, bool with_entropy=False"
 BATCH_INVARIANT = "bool batch_invariant=False"  # a row's bits do not depend on the other rows
+# The logits of ignored rows are not read. Such a row has an infinite lse, argmax -1 and entropy 0.
+SKIP_IGNORED = "bool skip_ignored=False"
 SLICE = "SymInt class_start=0, SymInt? num_classes=None"
 
 # The logits are input @ linear_weight.T + linear_bias, computed one chunk of rows at a time: input is (..., H),
@@ -65,8 +67,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # Two flags ask for argmax and entropy. Without its flag, each has shape (0,).
     "cross_entropy_forward": (
-        f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, {BATCH_INVARIANT}, *, {OPTIONS}) "
-        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor lse_low)",
+        f"(Tensor logits, Tensor target, Tensor? weight=None, {STATISTICS}, {BATCH_INVARIANT}, {SKIP_IGNORED}, *, "
+        f"{OPTIONS}) -> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor lse_low)",
         None,
     ),
     # With num_classes (of all slices), the logits are the slice of the classes from class_start on.
@@ -76,7 +78,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{SLICE}, {GRAD_DTYPE}, {LSE_LOW}, *, {OPTIONS}, {LSE_SQUARE}) -> Tensor grad_logits",
         "logits",
     ),
-    # Loss and gradient in one visit of the logits. cross_entropy_divisor computes the divisor of a mean before, and
+    # Loss and gradient in one visit of the logits. row_divisors computes the factors of a mean's gradients before, and
     # scale_grad_ multiplies by the upstream gradient afterwards.
     "cross_entropy_with_grad": (
         "(Tensor logits, Tensor target, Tensor grad_scale, Tensor? grad_lse_square=None, Tensor? weight=None, "
@@ -84,12 +86,22 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor grad_logits)",
         "logits",
     ),
-    "cross_entropy_divisor": (
-        "(Tensor logits, Tensor target, Tensor? weight=None, *, SymInt ignore_index=-100) "
-        "-> (Tensor divisors, Tensor inverse)",
+    "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
+    # What a reduced loss and its z-loss are divided by, and the factors of the gradients of losses and of lse^2: one
+    # number, or with token_weight one for each row. dtype None: float32.
+    "row_divisors": (
+        f"(Tensor target, Tensor? weight=None, {TOKEN_WEIGHT}, {DIVISOR}, *, SymInt ignore_index=-100, {LSE_SQUARE}, "
+        f"{REDUCTION}, ScalarType? dtype=None) -> (Tensor divisors, Tensor grad_scale, Tensor grad_lse_square)",
         None,
     ),
-    "scale_grad_": ("(Tensor(a!) grad, Tensor factor) -> ()", None),
+    # The reduced loss of rows. With argmax also its z-loss, and the share of counted rows that argmax hits. The
+    # divisors are returned if they are not given.
+    "row_summary": (
+        f"(Tensor loss, Tensor lse, Tensor target, Tensor? weight=None, {TOKEN_WEIGHT}, Tensor? divisors=None, "
+        f"Tensor? argmax=None, *, SymInt ignore_index=-100, {LSE_SQUARE}, {REDUCTION}) "
+        "-> (Tensor value, Tensor divisors, Tensor z_loss, Tensor accuracy)",
+        None,
+    ),
     # Several classes per row, ids (..., K): x of each. With the lse it gives their log-probabilities.
     "token_logits": (
         f"(Tensor logits, Tensor ids, bool with_entropy=False, {BATCH_INVARIANT}, {MASK_IDS}, *, {OPTIONS}) "
@@ -189,8 +201,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # linear_scale_grad multiplies these by the upstream gradient.
     "linear_cross_entropy_with_grad": (
         f"({LINEAR}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, {STATISTICS}, *, {OPTIONS}, {LSE_SQUARE}, "
-        f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divisors, Tensor loss, Tensor lse, Tensor argmax, "
-        f"Tensor entropy, {LINEAR_GRADS})",
+        f"{REDUCTION}, {CHUNKING}) -> (Tensor value, Tensor divisors, Tensor z_loss, Tensor accuracy, Tensor loss, "
+        f"Tensor lse, Tensor argmax, Tensor entropy, {LINEAR_GRADS})",
         None,
     ),
     # The same with a teacher's head beside the student's. Rows: two matrix multiplications in the forward, four in the

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..kernels import reductions, reference
+from ..kernels import reference
 from .library import autograd, operator, save_nothing
 from .rules import check_targets
 
@@ -28,7 +28,5 @@ operator(
     ascend=True,
 )
 autograd("cross_entropy_with_grad", _no_derivative, save_nothing)
-
-operator("cross_entropy_divisor", reference=reductions.cross_entropy_divisor)
 
 operator("scale_grad_", reference=reference.scale_grad_, overwrites="grad")

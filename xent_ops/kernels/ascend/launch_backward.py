@@ -14,7 +14,7 @@ from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
 from .common import cores, features, indices, launcher, on
-from .launch_forward import forward_skipping
+from .launch_forward import cross_entropy_forward
 
 
 def _backward(
@@ -129,7 +129,8 @@ def cross_entropy_with_grad(
     backward: Callable[..., Tensor | None] = cross_entropy_backward,
 ) -> tuple[Tensor, ...]:
     """Two kernels: a row does not fit into a vector core's memory, so the logits are read twice in any case."""
-    *statistics, lse_low = forward_skipping(logits, target, weight, with_argmax, with_entropy, options)
+    flags = (with_argmax, with_entropy, False, True)
+    *statistics, lse_low = cross_entropy_forward(logits, target, weight, *flags, options=options)
     lse = statistics[1]
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low, options=options)

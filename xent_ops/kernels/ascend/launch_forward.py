@@ -70,38 +70,20 @@ def cross_entropy_forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     batch_invariant: bool = False,  # a program computes whole rows in any case
+    skip_ignored: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, ...]:
-    return _forward(logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy)
-
-
-def forward_skipping(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    with_argmax: bool,
-    with_entropy: bool,
-    options: RowOptions,
-) -> tuple[Tensor, ...]:
-    """Ignored rows are not read: their lse is infinite, their argmax -1, their entropy 0."""
-    loss, lse, argmax, entropy, lse_low = _forward(
-        logits, target, weight, options, with_argmax=with_argmax, with_entropy=with_entropy, skip_ignored=True
-    )
-    counted = is_counted(target, options.ignore_index)
-    argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
-    entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
+    flags = {"with_argmax": with_argmax, "with_entropy": with_entropy, "skip_ignored": skip_ignored}
+    loss, lse, argmax, entropy, lse_low = _forward(logits, target, weight, options, **flags)
+    if skip_ignored and (with_argmax or with_entropy):  # the kernel fills in the lse
+        counted = is_counted(target, options.ignore_index)
+        argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
+        entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     return loss, lse, argmax, entropy, lse_low
-
-
-def cross_entropy_forward_skipping(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: RowOptions = DEFAULTS
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, lse, _, _, lse_low = forward_skipping(logits, target, weight, False, False, options)
-    return loss, lse, lse_low
 
 
 @launcher
 def cross_entropy_reduced(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     """The kernel computes the rows, plain torch their sums."""
-    return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward_skipping)
+    return reductions.cross_entropy_reduced(*args, **options, forward=cross_entropy_forward)

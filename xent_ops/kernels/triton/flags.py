@@ -54,13 +54,17 @@ class DistillationFlags(NamedTuple):
 class SumFlags(NamedTuple):
     """The constexpr FLAGS of reduce_kernel and join_sums_kernel."""
 
-    losses: bool  # the value is a loss; else it is 1 / divisor
-    lse_square: bool  # it includes a z-loss
-    mean: bool  # it is divided
-    targets: bool  # counted rows are counted; without targets the value is a plain sum of losses
-    weights: bool  # rows are weighted
-    row_weights: bool  # there is a weight for each row, not for each class
-    partial: bool  # one of several programs; join_sums_kernel adds their sums
+    losses: bool = False  # the value is a loss; else it is 1 / divisor
+    lse_square: bool = False  # it includes a z-loss
+    mean: bool = False  # it is divided
+    targets: bool = False  # counted rows are counted; without targets the value is a plain sum of losses
+    weights: bool = False  # rows are weighted
+    row_weights: bool = False  # there is a weight for each row, not for each class
+    partial: bool = False  # one of several programs; join_sums_kernel adds their sums
+    token_weights: bool = False  # losses, lse^2, weights and counts of rows are multiplied by them
+    given: int = 0  # the divisors are read: 1: one number for both; 2: two numbers
+    hits: bool = False  # counted rows whose argmax is the target are counted
+    factors: bool = False  # without losses: the quotients are multiplied by the token weights
 
     def __repr__(self) -> str:
         return _expression(self)

@@ -114,17 +114,18 @@ def cross_entropy_forward(
     with_argmax: bool = False,
     with_entropy: bool = False,
     batch_invariant: bool = False,
+    skip_ignored: bool = False,
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
     flags, keywords = (with_argmax, with_entropy), options.keywords()
-    forward = prepare_forward(logits, target, weight, options, *flags, whole_rows=batch_invariant)
+    forward = prepare_forward(logits, target, weight, options, *flags, skip_ignored, batch_invariant)
     new_outputs, new_row = new_statistics(logits, with_argmax, with_entropy), new_rows(logits)
 
     def run(logits: Tensor, target: Tensor, weight: Tensor | None = None, *_: bool) -> tuple[Tensor, ...]:
         copy = realigned(logits) if batch_invariant else None
         if copy is not None:
-            arguments = (copy, target, weight, *flags, batch_invariant)
+            arguments = (copy, target, weight, *flags, batch_invariant, skip_ignored)
             return torch.ops.xent.cross_entropy_forward(*arguments, **keywords)
         outputs = (*new_outputs(), new_row())
         forward(logits, target, weight, *outputs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..options import DEFAULTS, RowOptions
+from ..reductions import counted_weights
 from ..reference import accumulator
 from ..rows import dense_like
 from ..sizes import size_to_serve
@@ -23,61 +25,50 @@ def _prepare_sums(
     number: int,
     dtype: torch.dtype,
     device: torch.device,
+    flags: SumFlags,
     *,
     classes: int = 0,
     ignore_index: int = 0,
     lse_square_scale: float = 0.0,
-    losses: bool = True,
-    targets: bool = True,
-    weighted: bool = False,
-    row_weights: bool = False,
-    mean: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``sums(loss, lse, target, weight)`` -> (value, divisors), written by reduce_kernel.
+) -> Callable[..., tuple[Tensor, ...]]:
+    """``sums(*inputs)`` -> (value, divisors, square, accuracy), inputs and results of reduce_kernel.
 
-    Pass any tensor for one that is not read.
+    Pass any tensor for an input that is not read. A result that is not written is another one.
     """
-    value_shape = () if losses else (2,)
-    new_value, new_divisor = new_tensor(value_shape, dtype, device), new_tensor((2,), dtype, device)
     programs, config = configs.reduce(size_to_serve(number, configs.REDUCE_MOST_ROWS), dtype.itemsize)
-    flags = SumFlags(losses, lse_square_scale != 0.0, mean, targets, weighted, row_weights, programs > 1)
-    reduce = Launch(
-        reduce_kernel,
-        programs,
-        number,
-        classes,
-        ignore_index,
-        lse_square_scale,
-        FLAGS=flags,
-        BLOCK=config.block,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    flags = flags._replace(
+        lse_square=lse_square_scale != 0.0, partial=programs > 1, factors=flags.factors and programs == 1
     )
-    if programs == 1:
-
-        def sums(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            value, divisors = new_value(), new_divisor()
-            reduce(loss, lse, target, weight, value, divisors)
-            return value, divisors
-
-        return sums
+    new_value = new_tensor((number,) if flags.factors else (), dtype, device)
+    new_number, new_divisors = new_tensor((), dtype, device), new_tensor((2,), dtype, device)
+    with_square = flags.hits or (flags.lse_square and not flags.losses)
+    numbers: tuple[Any, ...] = (number, classes, ignore_index, lse_square_scale)
+    tiling = {"BLOCK": config.block, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    reduce = Launch(reduce_kernel, programs, *numbers, FLAGS=flags, **tiling)
     block, options = configs.REDUCE_MOST_PROGRAMS, {"num_warps": 4, "num_stages": 1}
     join = Launch(join_sums_kernel, 1, programs, lse_square_scale, FLAGS=flags, BLOCK=block, **options)
-    new_parts = new_tensor((4, programs), dtype, device)
+    new_parts = new_tensor((6, programs), dtype, device)
 
-    def sums_of_parts(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        value, divisors, parts = new_value(), new_divisor(), new_parts()
-        reduce(loss, lse, target, weight, parts, divisors)
-        join(parts, value, divisors)
-        return value, divisors
+    def sums(*inputs: Tensor) -> tuple[Tensor, ...]:
+        value = new_value()
+        square = new_value() if with_square else value
+        accuracy = new_number() if flags.hits else value
+        divisors = value if flags.given == 2 else new_divisors()
+        if programs == 1:
+            reduce(*inputs, value, square, accuracy, divisors)
+        else:
+            parts = new_parts()
+            reduce(*inputs, parts, square, accuracy, divisors)
+            join(parts, inputs[-1], value, square, accuracy, divisors)
+        return value, divisors, square, accuracy
 
-    return sums_of_parts
+    return sums
 
 
 def prepare_sum(number: int, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The sum of a vector, for 128256 class weights in 8 us where torch's takes 32."""
-    sums = _prepare_sums(number, dtype, device, targets=False)
-    return lambda vector: sums(vector, vector, vector, vector)[0]
+    sums = _prepare_sums(number, dtype, device, SumFlags(losses=True))
+    return lambda vector: sums(*(vector,) * 7)[0]
 
 
 def prepare_reduce(
@@ -89,24 +80,20 @@ def prepare_reduce(
     *,
     weighted: bool,
     row_weights: bool = False,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     """``reduce(loss, lse, target, weight)`` -> (value, divisors), of dense losses and lses of the rows of ``logits``.
 
     ``weight``: of classes, or with ``row_weights`` of rows; any tensor where there are no weights.
     """
-    sums = _prepare_sums(
-        target.numel(),
-        accumulator(logits),
-        logits.device,
-        classes=logits.shape[-1],
-        ignore_index=options.ignore_index,
-        lse_square_scale=lse_square_scale,
-        weighted=weighted,
-        row_weights=row_weights,
-        mean=reduction == "mean",
-    )
-    as_targets = dense_like(target)
-    return lambda loss, lse, target, weight: sums(loss, lse, as_targets(target), weight)
+    flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weighted, row_weights=row_weights)
+    numbers: dict[str, Any] = {"ignore_index": options.ignore_index, "lse_square_scale": lse_square_scale}
+    like = (target.numel(), accumulator(logits), logits.device, flags)
+    sums, as_targets = _prepare_sums(*like, classes=logits.shape[-1], **numbers), dense_like(target)
+
+    def reduce(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return sums(loss, lse, as_targets(target), weight, loss, loss, loss)[:2]
+
+    return reduce
 
 
 @launcher
@@ -136,26 +123,97 @@ def cross_entropy_reduced(
 
 
 @launcher
-def cross_entropy_divisor(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, options: RowOptions = DEFAULTS
+def row_divisors(
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    divisor: Tensor | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
 ) -> Run:
-    dtype = accumulator(logits)
+    dtype, device, shape, mean = dtype or torch.float32, target.device, target.shape, reduction == "mean"
+    weighted, by_token = mean and weight is not None, token_weight is not None
+    flags = SumFlags(targets=True, weights=weighted, token_weights=by_token, given=0 if mean else 1, factors=by_token)
     sums = _prepare_sums(
-        target.numel(),
+        target.numel() if mean or by_token else 0,
         dtype,
-        logits.device,
-        classes=logits.shape[-1],
+        device,
+        flags,
+        classes=0 if weight is None else weight.shape[0],
         ignore_index=options.ignore_index,
-        losses=False,
-        weighted=weight is not None,
+        lse_square_scale=lse_square_scale,
     )
     as_targets = dense_like(target)
     as_weights = None if weight is None else dense_like(weight, dtype)
+    as_tokens = None if token_weight is None else dense_like(token_weight)
+    new_nothing = new_tensor((0,), dtype, device)
 
-    def run(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        target = as_targets(target)
-        weights = target if as_weights is None or weight is None else as_weights(weight)
-        inverse, divisors = sums(target, target, target, weights)
-        return divisors, inverse
+    def run(
+        target: Tensor, weight: Tensor | None = None, token_weight: Tensor | None = None, divisor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        targets = as_targets(target)
+        weights = targets if as_weights is None or weight is None else as_weights(weight)
+        tokens = targets if as_tokens is None or token_weight is None else as_tokens(token_weight)
+        given = targets if mean else torch.ones((), dtype=dtype, device=device) if divisor is None else divisor
+        scale, divisors, square, _ = sums(targets, targets, targets, weights, tokens, targets, given)
+        scales = [scale] if lse_square_scale == 0.0 else [scale, square]
+        if token_weight is not None and scale.dim() > 0:
+            scales = [one.view(shape) for one in scales]
+        elif token_weight is not None:  # several programs had to add up the divisors first
+            factors = counted_weights(token_weight, target, options.ignore_index, dtype)
+            scales = [one * factors for one in scales]
+        return divisors, scales[0], scales[1] if len(scales) == 2 else new_nothing()
+
+    return run
+
+
+@launcher
+def row_summary(
+    loss: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    divisors: Tensor | None = None,
+    argmax: Tensor | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+) -> Run:
+    dtype = accumulator(loss)
+    flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weight is not None)
+    flags = flags._replace(token_weights=token_weight is not None, hits=argmax is not None)
+    sums = _prepare_sums(
+        target.numel(),
+        dtype,
+        loss.device,
+        flags._replace(given=0 if divisors is None else 2),
+        classes=0 if weight is None else weight.shape[0],
+        ignore_index=options.ignore_index,
+        lse_square_scale=lse_square_scale,
+    )
+    row_args = (loss, lse, target, weight, token_weight, argmax, divisors)
+    converts = [None if one is None else dense_like(one, dtype if one is weight else None) for one in row_args]
+    new_nothing = new_tensor((0,), dtype, loss.device)
+
+    def run(
+        loss: Tensor,
+        lse: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        token_weight: Tensor | None = None,
+        divisors: Tensor | None = None,
+        argmax: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        row_args = zip(converts, (loss, lse, target, weight, token_weight, argmax, divisors), strict=True)
+        inputs = [loss if convert is None or one is None else convert(one) for convert, one in row_args]
+        value, made, z_loss, accuracy = sums(*inputs)
+        if argmax is None:
+            z_loss, accuracy = new_nothing(), new_nothing()
+        return value, made if divisors is None else new_nothing(), z_loss, accuracy
 
     return run

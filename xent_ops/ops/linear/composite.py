@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ..._private import private
-from ...head import chunks
 from ...kernels.options import Chunking, LossOptions, RowOptions
-from ...kernels.reductions import reduce_rows
 from .. import arguments, transforms
 from .. import checks as row_checks
 from ..library import LIBRARY, define
+from ..reduction import summary
 from . import checks
 
 _tracing_context = private(
@@ -112,24 +111,7 @@ def loss_of_head(
     options = loss.row_options.keywords()
     rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **chunking, **options)
     row_loss, lse = rows[:2]
-    divisors_and_loss = divisors_of(target, weight, divisor, linear_weight.shape[0], lse.dtype, loss, token_weight)
-    return reduce_rows(row_loss, lse, target, *divisors_and_loss, token_weight).value
-
-
-def divisors_of(
-    target: Tensor,
-    weight: Tensor | None,
-    divisor: Tensor | None,
-    classes: int,
-    dtype: torch.dtype,
-    loss: LossOptions,
-    token_weight: Tensor | None = None,
-) -> tuple[Tensor | None, LossOptions]:
-    """Arguments of ``reduce_rows``: the divisors of a sum or mean, and the loss with a matching reduction."""
-    if loss.reduction == "none":
-        return None, loss
-    divisors = chunks.divided_by(target, weight, divisor, classes, dtype, loss, token_weight)
-    return divisors, loss._replace(reduction="mean")
+    return summary(row_loss, lse, target, weight, token_weight, divisor, loss)[0]
 
 
 define("linear_cross_entropy")

@@ -12,6 +12,7 @@ from ...head import chunks, cross_entropy
 from ...head.float16 import Split, split_loss
 from ...kernels import reference_linear
 from ...kernels.options import Chunking, LossOptions, as_record
+from ...kernels.reference import is_counted
 from .. import transforms
 from ..checks import divisor_needs_grad, weight_needs_grad
 from ..contract import Call
@@ -54,8 +55,8 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
         weight_needs_grad()
     if needs_grad(ctx, "divisor"):
         divisor_needs_grad()
-    _value, divisors, row_loss, lse, argmax, entropy, *gradients = output
-    ctx.mark_non_differentiable(divisors, row_loss, argmax, entropy, *gradients)
+    _value, divisors, z_loss, accuracy, row_loss, lse, argmax, entropy, *gradients = output
+    ctx.mark_non_differentiable(divisors, z_loss, accuracy, row_loss, argmax, entropy, *gradients)
     results = {"lse": lse, "divisors": divisors, "entropy": None}
     save_for(ctx, "linear_cross_entropy_backward", call, "token_weight", **results)
     loss = LossOptions(as_record(call._asdict())["options"], call.lse_square_scale)
@@ -63,7 +64,8 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     keep_gradients(ctx, call, gradients, split_loss(call.input.dtype, *tensors, call.linear_weight.shape[0], loss))
 
 
-def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None, grad_lse: Any, *_: None) -> Gradients:
+def _with_grad_backward(ctx: Any, grad_value: Any, *grads: Any) -> Gradients:
+    _divisors, _z_loss, _accuracy, _loss, grad_lse, *_ = grads
     traced, differentiable = torch.compiler.is_compiling(), torch.is_grad_enabled()  # create_graph=True
     _ = ctx.saved_tensors  # raises if one was written to, although the gradients do not depend on them any more
     if grad_value is not None and ctx.gradients is not None and not differentiable and grad_lse is None:
@@ -73,6 +75,8 @@ def _with_grad_backward(ctx: Any, grad_value: Any, _divisors: None, _loss: None,
         grad_value = values["lse"].new_zeros(())
     if not traced:  # a second backward computes them again
         ctx.gradients = None
+    if grad_lse is not None:  # ignored rows have a constant, infinite lse: a gradient of it may be NaN
+        grad_lse = torch.where(is_counted(values["target"], values["ignore_index"]), grad_lse, 0.0)
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
     if differentiable:  # recomputed, because it depends on the logits
         _, updates["lse"], _, _, updates["lse_low"] = run("linear_cross_entropy_forward", values)

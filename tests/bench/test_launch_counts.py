@@ -1,0 +1,41 @@
+"""How many kernels and operators a step takes: eager, forward and backward. ``python -m tools.bench launches`` prints it."""
+
+import pytest
+
+from tools.bench.launches import STEPS, Inputs, count
+from xent_ops.kernels import cpu
+
+# At most: kernels and operator calls on a GPU, operator calls on a CPU with the C++ kernels. Calls inside others count.
+LIMITS = {
+    "cross_entropy": (4, 8, 31),
+    "cross_entropy, grad_in_forward=True": (5, 11, 52),
+    "cross_entropy, token_weight": (5, 15, 50),
+    "token_log_probs": (9, 26, 43),
+    "cross_entropy_outputs": (4, 9, 48),
+    "linear_cross_entropy": (9, 26, 76),
+    "linear_cross_entropy, z-loss and token_weight": (9, 28, 81),
+    "linear_cross_entropy, a sum with a divisor": (10, 29, 85),
+    'linear_cross_entropy, reduction="none"': (8, 43, 77),
+    "linear_cross_entropy_outputs": (9, 26, 78),
+    "linear_token_log_probs": (13, 56, 86),
+    "linear_token_loss, reinforce": (38, 142, 209),
+    "linear_distillation_loss": (10, 36, 87),
+}
+
+
+def test_each_step_has_a_limit():
+    assert {name for name in STEPS if not name.startswith("F.")} == LIMITS.keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LIMITS)
+def test_on_a_gpu(name):
+    found, (kernels, calls, _) = count(name, Inputs.on("cuda")), LIMITS[name]
+    assert 0 < found.kernels <= kernels and found.calls <= calls, found
+
+
+@pytest.mark.skipif(cpu.problem() is not None, reason=f"plain torch serves the CPU here: {cpu.problem()}")
+@pytest.mark.parametrize("name", LIMITS)
+def test_on_a_cpu(name):
+    found = count(name, Inputs.on("cpu"))
+    assert 0 < found.calls <= LIMITS[name][2], found
