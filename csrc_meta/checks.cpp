@@ -68,7 +68,8 @@ void options_of(const Tensor& logits, const MaybeTensor& weight, const RowOption
              "weight must be one number for each class");
   XENT_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, "label_smoothing must be from 0 to 1");
   XENT_CHECK(options.softcap.value_or(1.0) > 0, "softcap must be above 0");
-  XENT_CHECK(std::isfinite(options.logit_scale) && options.logit_scale != 0, "logit_scale must be finite and not 0");
+  XENT_CHECK(std::isfinite(options.logit_scale) && std::abs(options.logit_scale) >= 0x1p-126,
+             "logit_scale must be finite, and at least 2**-126 in magnitude");
 }
 
 void place_of(const cpu::Slice& place) {

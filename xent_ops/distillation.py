@@ -11,11 +11,10 @@ from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .ops.reduction import summary
-
-_ops = torch.ops.xent
 
 
 @arguments.named
@@ -103,7 +102,7 @@ def distillation_loss(
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     distillation_checks.teacher_is_constant("teacher_input", teacher_input)
-    row_loss, _ = _ops.distillation_forward(input, teacher_input, target, **spec.keywords())
+    row_loss, _ = differentiable("distillation_forward", input, teacher_input, target, **spec.keywords())
     return _reduced(row_loss, target, divisor, loss, token_weight)
 
 
@@ -190,10 +189,12 @@ def linear_distillation_loss(
     keywords: dict[str, Any] = {**chunks, **spec.keywords()}
     output_mask = [tensor is not None and tensor.requires_grad for tensor in student]
     if reduction == "none" or not (torch.is_grad_enabled() and any(output_mask)) or transforms.is_jit_traced():
-        row_loss, _ = _ops.linear_distillation_forward(*heads, accumulate_dtype=accumulate_dtype, **keywords)
+        row_loss, _ = differentiable(
+            "linear_distillation_forward", *heads, accumulate_dtype=accumulate_dtype, **keywords
+        )
         return _reduced(row_loss, target, call.divisor, call.loss, token_weight)
     loss_args = (call.divisor, token_weight, output_mask, accumulate_dtype)
-    return _ops.linear_distillation_with_grad(*heads, *loss_args, reduction=reduction, **keywords)[0]
+    return differentiable("linear_distillation_with_grad", *heads, *loss_args, reduction=reduction, **keywords)[0]
 
 
 def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> tuple[Any, Any]:

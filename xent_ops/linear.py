@@ -11,11 +11,10 @@ from .kernels.options import HeadProducts, Reduction
 from .linear_call import LinearCall, bind, cross_entropy, statistics
 from .ops import arguments, checks, transforms
 from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
-
-_ops = torch.ops.xent
 
 
 @arguments.named
@@ -183,7 +182,7 @@ def linear_cross_entropy_outputs(
         )
         return CrossEntropyOutputs(value, z_loss, lse, argmax, accuracy, row_loss, entropy)
     keywords = {"accumulate_dtype": head.accumulate_dtype, **chunk_options, **loss.row_options.keywords()}
-    rows = _ops.linear_cross_entropy_forward(*head_args, True, True, **keywords)
+    rows = differentiable("linear_cross_entropy_forward", *head_args, True, True, **keywords)
     return outputs_of_rows(rows[:4], target, weight, call.divisor, loss, token_weight)
 
 

@@ -11,7 +11,7 @@ from .head.loop import HeadSlice
 from .kernels.options import LossOptions, RowOptions
 from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
-from .ops.library import refuse
+from .ops.library import differentiable, refuse
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .ops.reduction import divisors_of
@@ -118,7 +118,8 @@ def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> 
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
     if call.ids is not None:
         head_args = (call.input, head.weight, call.ids, head.bias)
-        return _ops.linear_token_logits(*head_args, with_entropy, mask_ids, **keywords)
+        return differentiable("linear_token_logits", *head_args, with_entropy, mask_ids, **keywords)
     head_args = (call.input, head.weight, call.target, head.bias)
-    loss, lse, _, entropy, _ = _ops.linear_cross_entropy_forward(*head_args, None, False, with_entropy, **keywords)
+    args = (*head_args, None, False, with_entropy)
+    loss, lse, _, entropy, _ = differentiable("linear_cross_entropy_forward", *args, **keywords)
     return loss, lse, entropy

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 PROBED = 2  # tokens: with only one, a sum over tokens would have the right shape
 _HOST_READS = frozenset(
@@ -24,6 +23,7 @@ _HOST_READS = frozenset(
     for name in names.split()
 )
 _without_host_reads: set[CodeType] = set()
+_leaves = torch.utils._pytree.arg_tree_leaves
 
 
 class _HostReads(TorchFunctionMode):
@@ -38,7 +38,7 @@ class _HostReads(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_compiling():  # in code that fn compiles
             return func(*args, **(kwargs or {}))
-        reads_tokens = any([id(leaf) in self.of_tokens for leaf in tree_leaves((args, kwargs))])
+        reads_tokens = any([id(leaf) in self.of_tokens for leaf in _leaves(*args, **(kwargs or {}))])
         if reads_tokens and func in _HOST_READS:
             raise RuntimeError(
                 f"fn reads a value of its tokens by {getattr(func, '__name__', func)}(): this number would be a "
@@ -47,7 +47,7 @@ class _HostReads(TorchFunctionMode):
             )
         result = func(*args, **(kwargs or {}))
         if reads_tokens:
-            self.of_tokens |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+            self.of_tokens |= {id(leaf): leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)}
         return result
 
 

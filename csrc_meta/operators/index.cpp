@@ -57,7 +57,10 @@ Three row_divisors(const Tensor& target, const MaybeTensor& weight, const MaybeT
                    const std::string& reduction, MaybeDtype dtype) {
   checks::reduced_rows(target, weight, token_weight, reduction);
   XENT_CHECK(!divisor || (divisor->dim() == 0 && reduction == "sum"), "divisor must be one number, of a sum");
-  const Tensor rows = aten::empty_like(target, dtype.value_or(ScalarType::Float));  // its values are not read
+  const ScalarType numbers_dtype = dtype.value_or(ScalarType::Float);
+  XENT_CHECK(numbers_dtype == ScalarType::Float || numbers_dtype == ScalarType::Double,
+             "dtype must be float32 or float64");
+  const Tensor rows = aten::empty_like(target, numbers_dtype);  // its values are not read
   const auto factor = [&] { return token_weight ? aten::empty_like(rows, rows.scalar_type()) : numbers(rows, {}); };
   const Tensor divisors = numbers(rows, {2}), scale = factor();
   const Tensor square = lse_square_scale == 0 ? none(rows, rows.scalar_type()) : factor();

@@ -21,7 +21,7 @@ def after_pointwise(x, w, b, target):
 # What torch.utils.checkpoint is told, and our operators in the order in which they run in eager, forward and backward.
 CHECKPOINTS = {
     "not reentrant": ({"use_reentrant": False}, [ROWS, ROWS, AGAIN]),
-    "reentrant": ({"use_reentrant": True}, [ROWS, ONE_PASS, IN_PLACE, IN_PLACE, IN_PLACE]),
+    "reentrant": ({"use_reentrant": True}, [ROWS, "row_summary", ONE_PASS, IN_PLACE, IN_PLACE, IN_PLACE]),
     "selective, saved": (
         {
             "use_reentrant": False,

@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "accumulate_dtype": (torch.int32, torch.float64),
     "logits_dtype": (torch.int32, torch.float64),
     "grad_dtype": (torch.int32, torch.float64),
+    "dtype": (torch.int32, torch.bfloat16),
     "products": ("int8",),
     "output_mask": ([True, True],),
 }

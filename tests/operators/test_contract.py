@@ -42,7 +42,7 @@ linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype l
 linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale logits
 linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_weight
 attach_gradients: input; H=input columns=linear_weight; value
-row_divisors: target; V=weight; token_weight lse_square_scale reduction divisor
+row_divisors: target; V=weight; dtype token_weight lse_square_scale reduction divisor
 row_summary: loss; V=weight; token_weight lse_square_scale reduction
 linear_distillation_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target
 linear_distillation_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask

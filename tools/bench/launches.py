@@ -29,6 +29,8 @@ class Inputs(NamedTuple):
     token_weight: Tensor
     teacher_hidden: Tensor
     teacher_weight: Tensor
+    ids: Tensor  # of 8 classes a row, ignored where the target is
+    probs: Tensor
 
     @classmethod
     def on(cls, device: str) -> Inputs:
@@ -39,7 +41,9 @@ class Inputs(NamedTuple):
         leaves = [tensor.clone().requires_grad_() for tensor in (*heads, random_numbers(ROWS, CLASSES))]
         target = torch.randint(0, CLASSES, (ROWS,), device=device)
         target[::5] = -100
-        return cls(*leaves, target, torch.rand(ROWS, device=device), *heads)
+        probs, ids = random_numbers(ROWS, CLASSES).float().softmax(-1).topk(8)
+        ids[::5] = -100
+        return cls(*leaves, target, torch.rand(ROWS, device=device), *heads, ids, probs)
 
 
 def _token_loss(x: Inputs) -> Tensor:
@@ -49,6 +53,10 @@ def _token_loss(x: Inputs) -> Tensor:
 
 def _linear(x: Inputs, **options: Any) -> Tensor:
     return xent_ops.linear_cross_entropy(x.hidden, x.weight, x.target, **options)
+
+
+def _top_k(x: Inputs, tail: bool) -> Tensor:
+    return xent_ops.linear_top_k_distillation_loss(x.hidden, x.weight, x.ids, x.probs, tail=tail)
 
 
 def _weighted(x: Inputs) -> dict[str, Any]:
@@ -74,6 +82,8 @@ STEPS: dict[str, Callable[[Inputs], Tensor]] = {
     "linear_distillation_loss": lambda x: xent_ops.linear_distillation_loss(
         x.hidden, x.weight, x.teacher_hidden, x.teacher_weight
     ),
+    "linear_top_k_distillation_loss": lambda x: _top_k(x, tail=False),
+    "linear_top_k_distillation_loss, tail=True": lambda x: _top_k(x, tail=True),
 }
 
 

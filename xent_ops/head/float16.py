@@ -117,8 +117,8 @@ class RowFactors(NamedTuple):
 
 
 def row_factors(numbers: Tensor) -> RowFactors:
-    """Factors for rows with these magnitudes, (n,)."""
-    powers = divisible(torch.pow(2.0, numbers.log2().ceil().clamp(max=127)))
+    """Factors for rows with these magnitudes, (n,). That of an infinite one is 1."""
+    powers = divisible(torch.pow(2.0, divisible(numbers).log2().ceil().clamp(max=127)))
     divisor = largest(torch.where(numbers == 0.0, 0.0, powers))
     rows = torch.where(numbers == 0.0, divisor, powers)  # negative class weights may add up to 0 beside a gradient
     return RowFactors(rows, divisor, rows / divisor)

@@ -263,6 +263,12 @@ def wider(name: str, dtype: torch.dtype | None, input: Tensor) -> None:
     raise TypeError(f"{name} must be None, the input's {input.dtype} or, for 16-bit inputs, torch.float32; got {dtype}")
 
 
+def accumulator(name: str, dtype: torch.dtype | None) -> None:
+    """Check the dtype of results that are computed in it."""
+    if dtype not in (None, torch.float32, torch.float64):
+        raise TypeError(f"{name} must be None, torch.float32 or torch.float64, got {dtype}")
+
+
 def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> None:
     """Check ``products``, and that these operands support it."""
     if products is None:

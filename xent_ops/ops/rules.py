@@ -171,6 +171,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("grad_dtype",), lambda call: checks.narrower(call.grad_dtype, call.logits), ""),
     (("accumulate_dtype",), lambda call: checks.wider("accumulate_dtype", call.accumulate_dtype, call.input), ""),
     (("logits_dtype",), lambda call: checks.wider("logits_dtype", call.logits_dtype, call.input), ""),
+    (("dtype",), lambda call: checks.accumulator("dtype", call.dtype), ""),
     (("products",), _products, ""),
     (("chunk_rows",), lambda call: checks.chunk_rows(call.chunk_rows), ""),
     (("batch_invariant",), _batch_invariant, ""),

@@ -14,15 +14,13 @@ from ..._private import private
 from ...kernels.options import Chunking, LossOptions, RowOptions
 from .. import arguments, transforms
 from .. import checks as row_checks
-from ..library import LIBRARY, define
+from ..library import LIBRARY, define, differentiable
 from ..reduction import summary
 from . import checks
 
 _tracing_context = private(
     "torch._guards.TracingContext.try_get", lambda: None, "a compiled selective checkpoint takes four products"
 )
-
-_ops = torch.ops.xent
 
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -58,7 +56,8 @@ def with_grad(
     """``linear_cross_entropy_with_grad``, with a mask from the head. ``loss_args``: its other arguments."""
     input, linear_weight, _, linear_bias, _ = head
     output_mask = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
-    return _ops.linear_cross_entropy_with_grad(*head, *loss_args[:2], output_mask, *loss_args[2:], **keywords)
+    args = (*head, *loss_args[:2], output_mask, *loss_args[2:])
+    return differentiable("linear_cross_entropy_with_grad", *args, **keywords)
 
 
 def linear_cross_entropy(
@@ -109,7 +108,8 @@ def loss_of_head(
     if loss.reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
         return with_grad(head, divisor, token_weight, accumulate_dtype, **chunking, **loss.keywords())[0]
     options = loss.row_options.keywords()
-    rows = _ops.linear_cross_entropy_forward(*head, accumulate_dtype=accumulate_dtype, **chunking, **options)
+    options |= {"accumulate_dtype": accumulate_dtype, **chunking}
+    rows = differentiable("linear_cross_entropy_forward", *head, **options)
     row_loss, lse = rows[:2]
     return summary(row_loss, lse, target, weight, token_weight, divisor, loss)[0]
 
