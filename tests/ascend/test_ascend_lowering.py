@@ -98,7 +98,7 @@ def bytes_of(launched, dtype):
     if name.startswith("soft"):
         sizes.append(launched.args[launched.kernel.arg_names.index("target_ptr")].element_size())
     formula = {"shard": "forward", "soft_forward": "soft", "soft_backward": "soft"}.get(name, name)
-    flags = {k: v for k, v in launched.kwargs.items() if k not in ("BLOCK", "SHARD")}
+    flags = {k: v for k, v in launched.kwargs.items() if k not in ("BLOCK", "SHARD", "HAS_LSE_LOW")}
     return getattr(configs, f"{formula}_bytes")(*sizes, **flags) * launched.kwargs["BLOCK"]
 
 
