@@ -126,9 +126,15 @@ class TokenFunction(TokenRows):
 
     def _check_value(self, value: Any, number: int, target: Tensor) -> None:
         if not isinstance(value, Tensor):
-            raise TypeError(f"fn returned {type_name(value)}; expected a tensor of shape (n,), one number a token")
+            found = "its stats" if isinstance(value, FieldRecorder) else type_name(value)
+            raise TypeError(f"fn returned {found}; expected a tensor of shape (n,), one number a token")
         if not value.is_floating_point():
             raise TypeError(f"fn returned a tensor of dtype {value.dtype}; expected floating point, one number a token")
+        if self.several and value.dim() == 2:
+            raise ValueError(
+                f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "
+                "token: add up over its K classes"
+            )
         if tuple(value.shape) != (number,):
             raise ValueError(
                 f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "

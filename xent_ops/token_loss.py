@@ -57,7 +57,8 @@ def linear_token_loss(
             other tokens. Autograd derives it, and compiled steps trace it. A first call, on two tokens of zeros, shows
             which fields it reads and what it returns: an entropy that it does not read costs nothing. A value without a
             gradient is refused if a gradient is wanted, and in eager a host read of a token's value (``.item()``,
-            ``if``). In ignored tokens its value and its derivatives are not used.
+            ``if``); compiled code does not refuse ``.item()``. In ignored tokens its value and its derivatives are not
+            used.
         rows: tensors (target's shape, *), constants to autograd: old log-probabilities, advantages, weights.
         reduction: "mean" divides the sum over tokens by the number of counted tokens (NaN if there are none); or "sum".
         divisor: for "sum", as for ``linear_cross_entropy``.

@@ -283,6 +283,7 @@ REFUSED = {
     "two a token": (lambda s: torch.stack([s.lse, s.lse], 1), {}, ValueError, r"shape \(2, 2\)"),
     "integers": (lambda s: s.lse.long(), {}, TypeError, "fn returned a tensor of dtype torch.int64; expected floating"),
     "nothing": (lambda s: None, {}, TypeError, "fn returned .*None.*; expected a tensor"),
+    "its stats": (lambda s: s, {}, TypeError, "fn returned its stats; expected a tensor"),
     "closes over a parameter": (lambda s: s.lse * learned, {}, RuntimeError, "closes over a tensor that requires grad"),
     "rows that are a tensor": (dft, {"rows": torch.ones(4, 5)}, TypeError, r"for one tensor pass rows=\(tensor,\)"),
     "rows that are none": (dft, {"rows": (1.0,)}, TypeError, r"rows\[0\] must be a torch.Tensor, got .*float"),

@@ -282,8 +282,14 @@ def test_other_losses_name_the_function(device):
         ("top_k_distillation_loss", lambda **old: xent_ops.cross_entropy(x, ids, **old)),
     ):
         for old in ({"target_probs": probs}, {"tail": True}):
-            with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(old))}'; .*{name}"):
+            with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(old))}'; use .*{name}"):
                 call(**old)
+    with pytest.raises(TypeError, match="'target_probs'; pass probs="):
+        top_k(x, head, ids, target_probs=probs)
+    with pytest.raises(TypeError, match="'target'; pass ids="):
+        top_k(x, head, probs=probs, target=ids)
+    with pytest.raises(ValueError, match=r"fn returned shape \(2, \d+\) for 2 tokens; .*add up over its K classes"):
+        xent_ops.linear_token_loss(x, head, ids, lambda stats: -stats.log_probs)
 
 
 def test_of_dtensors_is_refused(device):

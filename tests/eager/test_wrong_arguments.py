@@ -47,7 +47,8 @@ def wrong_rows(name):
 
 
 def wrong_options(name):
-    values = {"chunk_rows": (0, -1), "accumulate_dtype": (torch.float16,), "logits_dtype": (torch.float16,)}
+    values = {"chunk_rows": (0, -1), "batch_invariant": (1, "yes"), "skip_ignored": (1,)}
+    values |= {"accumulate_dtype": (torch.float16,), "logits_dtype": (torch.float16,)}
     for option in set(values) & set(parameters(name)):
         for value in values[option]:
             yield f"{option}={value}", base_of(name) | {option: value}

@@ -36,9 +36,10 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _TOP_K = {
-    "weight_shard": "xent_ops.distributed.vocab_parallel_linear_top_k_distillation_loss has it",
-    "linear_weight": "xent_ops.linear_top_k_distillation_loss has it",
-    "input": "xent_ops.linear_top_k_distillation_loss has it, and top_k_distillation_loss for logits",
+    "probs": "pass probs=",
+    "weight_shard": "use xent_ops.distributed.vocab_parallel_linear_top_k_distillation_loss(..., ids, probs)",
+    "linear_weight": "use xent_ops.linear_top_k_distillation_loss(input, linear_weight, ids, probs)",
+    "input": "use xent_ops.linear_top_k_distillation_loss of hidden states, or top_k_distillation_loss of logits",
 }
 # Argument names of torch, Liger-Kernel or a trainer -> our parameter, and advice.
 _INSTEAD = {
@@ -57,6 +58,7 @@ _INSTEAD = {
     "return_z_loss": {"lse_square_scale": "cross_entropy_outputs and linear_cross_entropy_outputs have z_loss"},
     "size_average": {"reduction": "pass reduction="},
     "tail": _TOP_K,
+    "target": {"ids": "pass ids="},
     "target_probs": _TOP_K,
     "temperature": {"logit_scale": "pass logit_scale=, one over it"},
     "weight": {"tied_weight": "pass class_weight=, or the head's as tied_weight="},
@@ -253,7 +255,8 @@ def chunks(
     boolean("skip_ignored", skip_ignored)
     checks.head_products(products)
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
-    skip_ignored = skip_ignored and not boolean("batch_invariant", batch_invariant)
+    boolean("batch_invariant", batch_invariant)
+    skip_ignored = skip_ignored and not batch_invariant
     return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
 
