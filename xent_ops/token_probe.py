@@ -46,6 +46,8 @@ class _HostReads(TorchFunctionMode):
                 "For logging, keep tensor.detach() and read it after the call"
             )
         result = func(*args, **(kwargs or {}))
+        if reads_tokens and func is Tensor.__setitem__:
+            self.of_tokens[id(args[0])] = args[0]
         if reads_tokens:
             self.of_tokens |= {id(leaf): leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)}
         return result
@@ -82,8 +84,10 @@ def _refuse_other_parameters(fn: Callable[..., Any], *args: Any) -> None:
 
 @contextlib.contextmanager
 def _host_reads_refused(fn: Any, tensors: list[Tensor]) -> Iterator[None]:
-    """Refuse host reads in the first call of a function. Later ones of the same code do not pay for this."""
-    code = getattr(getattr(fn, "func", fn), "__code__", None)  # also of a method and of a functools.partial
+    """Refuse host reads in the first call of a function. If it closes over nothing, later ones do not pay for this."""
+    code = None  # equal code of another closure may read what this one does not
+    if not (getattr(fn, "__closure__", True) or fn.__defaults__ or fn.__kwdefaults__ or hasattr(fn, "__self__")):
+        code = fn.__code__
     if code in _without_host_reads or hasattr(fn, "_torchdynamo_orig_callable"):  # torch.compile would trace the mode
         yield
         return

@@ -87,7 +87,7 @@ class TopK(TokenRows):
                 total = total + times(2 * lse, z_factor)
             if softmax is None:
                 grad_ids, grad_lse = -probs / divisors[0], total / divisors[0]
-            else:  # a row without an upstream gradient gets none, even if its softmax is NaN
+            else:  # a row of weight 0 gets no gradient, even if its softmax is NaN
                 grads = (times(softmax, total.unsqueeze(-1)) - probs) / divisors[0]
                 grad_ids, grad_lse = grads[:, :-1], grads[:, -1]
             return RowGradients(grad_lse.new_zeros(()), grad_lse, grad_ids=grad_ids)

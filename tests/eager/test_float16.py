@@ -155,3 +155,13 @@ def test_two_backwards_of_rows_that_weigh_little(device):
     second = torch.autograd.grad(loss, (h, w))
     assert_rows(first[0], second[0].double())
     assert (first[1] - second[1]).double().norm() < 2e-3 * second[1].double().norm()
+
+
+@pytest.mark.parametrize("kind", ["token_weight", "weight"])
+def test_a_tiny_weight_leaves_all_gradients_finite(device, kind):
+    """Its reciprocal would be infinite."""
+    h, w, target, _ = problem(device, torch.float16)
+    weights = torch.full((len(target) if kind == "token_weight" else len(w),), 1.0, device=device)
+    weights[: len(weights) // 2] = torch.tensor([1e-30, 1e-38, 1e-45])[torch.arange(len(weights) // 2) % 3].to(device)
+    loss = xent_ops.linear_cross_entropy(h, w, target, **{kind: weights})
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (h, w)))

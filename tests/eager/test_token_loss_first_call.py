@@ -95,15 +95,32 @@ def test_a_constant_where_no_gradient_is_wanted(function, mode):
         assert function(x, head, target, lambda stats: torch.ones_like(stats.lse)) == 1
 
 
+MODES = []
+
+
+def noting_modes(stats):
+    MODES.append(torch._C._len_torch_function_stack())
+    return -stats.log_probs
+
+
 def test_host_reads_are_searched_once_for_the_same_code():
     """The mode that finds them takes as long as the function itself."""
     x, head, target = problem()
-    modes = []
-
-    def fn(stats):
-        modes.append(torch._C._len_torch_function_stack())
-        return -stats.log_probs
-
     for _ in range(2):
-        xent_ops.linear_token_loss(x, head, target, fn)
-    assert modes[0] == 1 and set(modes[1:]) == {0}
+        xent_ops.linear_token_loss(x, head, target, noting_modes)
+    assert MODES[0] == 1 and set(MODES[1:]) == {0}
+
+
+def test_a_closure_is_judged_by_itself():
+    """Functions that share their code may close over other values."""
+
+    def made(reads):
+        def fn(stats):
+            return stats.log_probs * 2 if reads and stats.lse.mean() > 0 else -stats.log_probs
+
+        return fn
+
+    x, target = torch.randn(4, 9, requires_grad=True), torch.arange(4)
+    xent_ops.token_loss(x, target, made(False))
+    with pytest.raises(RuntimeError, match="fn reads a value of its tokens"):
+        xent_ops.token_loss(x, target, made(True))

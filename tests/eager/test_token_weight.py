@@ -250,3 +250,20 @@ def test_refused_combinations():
         xent_ops.cross_entropy(logits, target, dim=-1, token_weight=factors, inplace_backward=True)
     with pytest.raises(ValueError, match="token_weight is not supported by class probabilities"):
         xent_ops.cross_entropy(logits, logits.softmax(-1), dim=-1, token_weight=factors)
+
+
+@pytest.mark.parametrize("loss", ["logits", "head"])
+def test_nan_weights_of_ignored_rows_reach_no_second_derivative(device, loss):
+    x = torch.randn(4, 9, device=device, dtype=torch.float64, requires_grad=True)
+    head = torch.eye(9, device=device, dtype=torch.float64)
+    target, scale = torch.tensor([1, -100, 3, 4], device=device), torch.ones((), device=device, requires_grad=True)
+    grads = []
+    for weight in (float("nan"), 1.0):
+        options = {"token_weight": torch.tensor([1.0, weight, 0.5, 2.0], device=device)}
+        if loss == "logits":
+            value = xent_ops.cross_entropy(x, target, **options)
+        else:
+            value = xent_ops.linear_cross_entropy(x, head, target, **options)
+        (first,) = torch.autograd.grad(value * scale, x, create_graph=True)
+        grads.append(torch.autograd.grad(first.square().sum(), scale)[0])
+    assert grads[0].isfinite() and torch.equal(*grads)

@@ -215,10 +215,10 @@ class SummaryFunction(torch.autograd.Function):
             if grad_lse is None:
                 return (None,) * 7
             grad = lse.new_zeros(())
+        ignore_index = as_record(ctx.options)["options"].ignore_index
         if token_weight is not None:
-            grad = grad * token_weight.to(grad.dtype)
+            grad = grad * reductions.counted_weights(token_weight, target, ignore_index, grad.dtype)
         if grad_lse is not None:  # that of an ignored row may be NaN, since its lse is infinite
-            ignore_index = as_record(ctx.options)["options"].ignore_index
             grad_lse = torch.where(reference.is_counted(target, ignore_index), grad_lse, 0.0)
         return _gradient(grad, grad_lse, saved, ctx.options), *(None,) * 6
 

@@ -250,20 +250,19 @@ def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any,
     torch.library.register_autograd(f"xent::{name}", formula, setup_context=setup_context, lib=LIBRARY)
     overload = OPERATORS[name].overload
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            *args, keywords = inputs
-            output = below_autograd(overload, *args, **keywords)
-            setup_context(ctx, tuple(args), output, keywords)
-            return output
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *args, keywords = inputs
+        output = below_autograd(overload, *args, **keywords)
+        setup_context(ctx, tuple(args), output, keywords)
+        return output
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-            return *formula(ctx, *grads)[: len(ctx.needs_input_grad) - 1], None
+    def backward_of_node(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return *formula(ctx, *grads)[: len(ctx.needs_input_grad) - 1], None
 
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_node)}
+    node = type(f"xent_{name}", (torch.autograd.Function,), functions)
     # Function.apply would bind forward's signature at every call, for 20 us of host time.
-    OPERATORS[name].node = super(torch.autograd.Function, Node).apply
+    OPERATORS[name].node = super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
 
 def differentiable(name: str, *args: Any, **keywords: Any) -> Any:

@@ -52,7 +52,6 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "grad_ids": ("float", "... K", "one number for each of the ids"),
     "shares": ("float", "...", "one value for each row of the {primary}"),
     "row_factors": ("float", "...", "one value for each row of the {primary}"),
-    "grad_log_probs": ("float", "... K", "one number for each of the ids"),
 }
 
 # name: (dtype, shape, the option or the place in output_mask without which it is of shape (0,)).

@@ -47,7 +47,7 @@ def _store(
 @triton.jit(do_not_specialize=["n_rows", "n_classes", "ignore_index"])
 def reduce_kernel(
     loss_ptr,  # (N,); not read without losses
-    lse_ptr,  # (N,); not read without lse_square
+    lse_ptr,  # (N,); not read without lse_square and losses
     target_ptr,  # (N,), any integer dtype; not read without targets
     weight_ptr,  # (V,), with row_weights (N,), in the accumulator's dtype; not read without weights
     token_ptr,  # (N,), weights of rows, any dtype; not read without token_weights
@@ -95,7 +95,7 @@ def reduce_kernel(
                 if FLAGS.losses:  # a weight of 0 leaves out a NaN
                     loss = tl.where(count == 0.0, 0.0, loss * count)
             counts += count
-            if FLAGS.lse_square:
+            if FLAGS.lse_square and FLAGS.losses:
                 # An ignored row is masked before the square: padding may hold anything.
                 lse = tl.load(lse_ptr + rows, mask=counted, other=0.0).to(ACC)
                 square = lse * lse

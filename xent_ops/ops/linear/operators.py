@@ -12,6 +12,7 @@ from ...head import chunks, cross_entropy
 from ...head.float16 import Split, split_loss
 from ...kernels import reference_linear
 from ...kernels.options import Chunking, LossOptions, as_record
+from ...kernels.reductions import counted_weights
 from ...kernels.reference import is_counted
 from .. import transforms
 from ..checks import divisor_needs_grad, weight_needs_grad
@@ -80,8 +81,9 @@ def _with_grad_backward(ctx: Any, grad_value: Any, *grads: Any) -> Gradients:
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
     if differentiable:  # recomputed, because it depends on the logits
         _, updates["lse"], _, _, updates["lse_low"] = run("linear_cross_entropy_forward", values)
-    if values["token_weight"] is not None:
-        grad_value = grad_value * values["token_weight"].to(grad_value.dtype)
+    token_weight, row_args = values["token_weight"], (values["target"], values["ignore_index"], grad_value.dtype)
+    if token_weight is not None:
+        grad_value = grad_value * counted_weights(token_weight, *row_args)
     return by_name(ctx.mask, run_backward(ctx, grad_value, **updates))
 
 
