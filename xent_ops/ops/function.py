@@ -217,7 +217,9 @@ class SummaryFunction(torch.autograd.Function):
             grad = lse.new_zeros(())
         ignore_index = as_record(ctx.options)["options"].ignore_index
         if token_weight is not None:
-            grad = grad * reductions.counted_weights(token_weight, target, ignore_index, grad.dtype)
+            if torch.is_grad_enabled():  # else the kernel masks the weights of ignored rows, which may be NaN
+                token_weight = reductions.counted_weights(token_weight, target, ignore_index, grad.dtype)
+            grad = grad * token_weight.to(grad.dtype)
         if grad_lse is not None:  # that of an ignored row may be NaN, since its lse is infinite
             grad_lse = torch.where(reference.is_counted(target, ignore_index), grad_lse, 0.0)
         return _gradient(grad, grad_lse, saved, ctx.options), *(None,) * 6
