@@ -23,7 +23,17 @@ _HOST_READS = frozenset(
     for name in names.split()
 )
 _without_host_reads: set[CodeType] = set()
-_leaves = torch.utils._pytree.arg_tree_leaves
+
+
+def _leaves(*values: Any) -> Iterator[Any]:
+    """What these values contain, in tuples, lists and dicts too."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(*value)
+        elif isinstance(value, dict):
+            yield from _leaves(*value.values())
+        else:
+            yield value
 
 
 class _HostReads(TorchFunctionMode):
@@ -38,7 +48,7 @@ class _HostReads(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_compiling():  # in code that fn compiles
             return func(*args, **(kwargs or {}))
-        reads_tokens = any([id(leaf) in self.of_tokens for leaf in _leaves(*args, **(kwargs or {}))])
+        reads_tokens = any([id(leaf) in self.of_tokens for leaf in _leaves(args, kwargs)])
         if reads_tokens and func in _HOST_READS:
             raise RuntimeError(
                 f"fn reads a value of its tokens by {getattr(func, '__name__', func)}(): this number would be a "

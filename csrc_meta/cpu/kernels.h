@@ -89,12 +89,12 @@ struct Problem : RowOptions {
 struct Upstream {
   PerRow loss, lse, entropy;
   Numbers saved_lse;        // of all classes
-  Numbers saved_lse_low;    // what the rounding of saved_lse took, or null for 0
   Numbers saved_entropy;    // with `entropy`
   Numbers lse_coefficient;  // (N,) from shard_join, of a slice with class weights
   // For a reduced loss: the divisor, (2,), and the factor of its z-loss.
   Numbers divisor;
   double lse_square_scale = 0.0;
+  Numbers saved_lse_low;  // what the rounding of saved_lse took, or null for 0
 };
 
 // What a forward writes. argmax: the first index on ties, or the first NaN. It, entropy and lse_low are optional

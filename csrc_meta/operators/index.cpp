@@ -129,11 +129,11 @@ auto backward(const Tensor& grad_loss, const MaybeTensor& grad_lse, const Tensor
                                  .lse = arguments.per_row(grad_lse),
                                  .entropy = arguments.per_row(grad_entropy),
                                  .saved_lse = arguments.dense(lse),
-                                 .saved_lse_low = arguments.dense(lse_low),
                                  .saved_entropy = arguments.dense(entropy),
                                  .lse_coefficient = arguments.dense(lse_coefficient),
                                  .divisor = arguments.dense(divisors),
-                                 .lse_square_scale = lse_square_scale};
+                                 .lse_square_scale = lse_square_scale,
+                                 .saved_lse_low = arguments.dense(lse_low)};
     cpu::backward(problem, {class_start, num_classes.value_or(problem.classes)}, upstream, grad,
                   tensors::threads(logits, softcap));
   });

@@ -73,8 +73,8 @@ def test_the_graphs():
             graph_text(backend.bw_graphs[0]),
             """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "bf16[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", tangents_1: "f32[]"):
-        cross_entropy_backward: "bf16[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1);  
+    def forward(self, primals_1: "bf16[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", getitem_3: "f32[8]", tangents_1: "f32[]"):
+        cross_entropy_backward: "bf16[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, None, None, None, 0, None, None, getitem_3);  
         return (cross_entropy_backward, None)
 """,
         )

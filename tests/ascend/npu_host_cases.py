@@ -267,8 +267,8 @@ def test_compiled(launches, dynamic):
             graph_text(backend.bw_graphs[0]),
             """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[7, 300]", primals_2: "i64[7]", getitem_1: "f32[2]", getitem_2: "f32[7]", tangents_1: "f32[]"):
-        cross_entropy_backward: "f32[7, 300]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, label_smoothing = 0.1);  
+    def forward(self, primals_1: "f32[7, 300]", primals_2: "i64[7]", getitem_1: "f32[2]", getitem_2: "f32[7]", getitem_3: "f32[7]", tangents_1: "f32[]"):
+        cross_entropy_backward: "f32[7, 300]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, None, None, None, 0, None, None, getitem_3, label_smoothing = 0.1);  
         return (cross_entropy_backward, None)
 """,
         )

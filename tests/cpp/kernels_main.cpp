@@ -170,7 +170,7 @@ struct Everything {
     };
     out.reserve(96);
     std::vector<int64_t> argmax(rows);
-    forward(problem, false, {values(rows), values(rows), argmax.data(), values(rows)}, threads);
+    forward(problem, false, {values(rows), values(rows), argmax.data(), values(rows), values(rows)}, threads);
     for (const bool only_counted : {false, true}) forward(problem, only_counted, {values(rows), values(rows)}, threads);
     for (const int64_t column : argmax) {
       if (column < 0 || column >= classes) std::abort();
@@ -181,11 +181,17 @@ struct Everything {
       backward(problem, all, {each, same, each, saved.data(), saved.data()}, to.write(), threads);
     });
     unsigned char* const two = values(2);
-    divisor(problem, nullptr, two, values(2));
-    divisor(problem, saved.data(), values(2), nullptr);
-    for (const bool mean : {false, true}) reduce(problem, grad.data(), saved.data(), two, 0.1, mean, values(1));
+    divisors(problem, nullptr, nullptr, two);
+    divisors(problem, saved.data(), saved.data(), values(2));
+    row_factors(problem, two, nullptr, 0.1, values(1), values(1));
+    row_factors(problem, two, saved.data(), 0.1, values(rows), values(rows));
+    for (const bool mean : {false, true}) {
+      reduce(problem, grad.data(), saved.data(), nullptr, nullptr, two, 0.1, mean, {values(1)});
+      reduce(problem, grad.data(), saved.data(), saved.data(), argmax.data(), two, 0.1, mean,
+             {values(1), values(1), values(1)});
+    }
     gradient([&](Matrix& to) {
-      backward(problem, all, {same, none, none, saved.data(), {}, {}, two, 0.1}, to.write(), threads);
+      backward(problem, all, {same, none, none, saved.data(), {}, {}, two, 0.1, saved.data()}, to.write(), threads);
     });
     Matrix over = logits;
     Problem in_place = problem;
@@ -208,7 +214,8 @@ struct Everything {
       soft_backward(problem, target_dtype, probabilities.read(), {each, none, none, saved.data()}, to.write(), threads);
     });
     shard_forward(problem, shard, values(shard_width(problem)), threads);
-    shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows), values(rows), threads);
+    shard_join(problem, shard, gathered.data(), ranks, values(rows), values(rows), values(rows), values(rows),
+               values(rows), threads);
     for (const PerRow& of_entropy : {none, each}) {
       gradient([&](Matrix& to) {
         backward(problem, shard, {each, each, of_entropy, saved.data(), saved.data(), saved.data(), two, 0.1},
