@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..kernels import accelerators, devices, reference_fp8
 from ..kernels.options import Chunking, RowOptions, as_record
-from ..kernels.reference import grad_lse_of_square, infinite_where_ignored, is_counted
+from ..kernels.reference import grad_lse_of_square
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
 from .products import Products, head_gradients, zero_behind
@@ -175,13 +175,9 @@ class Fp8Products(Products):
         *,
         options: RowOptions,
     ) -> list[Tensor]:
-        flags = (with_argmax, with_entropy)
+        flags = (with_argmax, with_entropy, False, True)  # skip_ignored
         *statistics, lse_low = _ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords())
-        # Ignored rows get the statistics of rows that are not read.
-        counted = is_counted(target, options.ignore_index)
-        lse = statistics[1] = infinite_where_ignored(statistics[1], target, options.ignore_index)
-        statistics[2] = torch.where(counted, statistics[2], -1) if with_argmax else statistics[2]
-        statistics[3] = torch.where(counted, statistics[3], 0.0) if with_entropy else statistics[3]
+        lse = statistics[1]
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
         self._backward(grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low, options=options)
         return statistics

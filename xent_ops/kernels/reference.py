@@ -309,11 +309,6 @@ def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
     return width if width <= left else left
 
 
-def infinite_where_ignored(lse: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """An infinite lse for rows that were not read: their softmax is then zero."""
-    return torch.where(is_counted(target, ignore_index), lse, float("inf"))
-
-
 def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
     """The gradient of grad_lse_square * lse^2, summed over counted rows."""
     if grad_lse_square is None:

@@ -20,7 +20,8 @@ from .library import autograd, operator, save_nothing
 _ops = torch.ops.xent
 
 
-def _in_plain_torch(*tensors: Tensor | None) -> bool:
+def _is_recorded(*tensors: Tensor | None) -> bool:
+    """By a tracer, or by autograd?"""
     if transforms.is_recorded() or transforms.is_jit_traced():
         return True
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
@@ -35,7 +36,7 @@ def divisors_of(
     dtype: torch.dtype,
 ) -> Tensor:
     """(2,): as ``reductions.divisors_of``."""
-    if loss.reduction == "sum" or _in_plain_torch():
+    if loss.reduction == "sum" or _is_recorded():
         return reductions.divisors_of(target, weight, token_weight, divisor, loss, dtype)
     keywords = loss._replace(lse_square_scale=0.0).reduction_keywords()
     return _ops.row_divisors(target, weight, token_weight, dtype=dtype, **keywords)[0]
@@ -52,7 +53,7 @@ def summary(
     argmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(value, z-loss, share of hits) of the losses of rows. Without argmax only the value is meant."""
-    if loss.reduction == "none" or _in_plain_torch(row_loss, lse, divisor):
+    if loss.reduction == "none" or _is_recorded(row_loss, lse, divisor):
         divisors = None
         if loss.reduction != "none":
             divisors = reductions.divisors_of(target, weight, token_weight, divisor, loss, row_loss.dtype)
