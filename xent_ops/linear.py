@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .functional import loss_of_logits
 from .kernels.options import HeadProducts, Reduction
-from .linear_call import LinearCall, bind, cross_entropy, statistics
+from .linear_call import bind, cross_entropy, statistics
 from .ops import arguments, checks, transforms
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.library import differentiable
-from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
@@ -50,9 +47,8 @@ def linear_cross_entropy(
         input: (..., H), the input of the head; float32, bfloat16, float16 or float64.
         linear_weight: (V, H), the weight of the head as in nn.Linear, in the input's dtype. Under torch.autocast both
             are cast, as for nn.Linear.
-        target: (...), class indices, int64, int32 or uint8; or class probabilities (..., V), floating point. With
-            probabilities all logits are computed at once: ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored``
-            have no effect, and ``products`` and another ``logits_dtype`` are refused.
+        target: (...), class indices, int64, int32 or uint8. Class probabilities need all logits:
+            ``xent_ops.cross_entropy(F.linear(input, linear_weight, linear_bias), target, dim=-1)``.
         linear_bias: (V,), of the input's dtype.
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as for
             ``cross_entropy``.
@@ -88,10 +84,10 @@ def linear_cross_entropy(
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
         inputs' dtype and the same bits in every run.
 
-    Under torch.func transforms and forward-mode AD, and for second derivatives, all logits are computed at once:
-    ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored`` have no effect there.
+    Second derivatives compute all logits at once: ``chunk_rows``, ``accumulate_dtype`` and ``skip_ignored`` have no
+    effect there. Transforms of torch.func and forward-mode AD are refused, for ``cross_entropy(F.linear(...), ...)``.
 
-    Errors are those of ``cross_entropy``.
+    Other errors are those of ``cross_entropy``.
 
     Sources: torch.nn.functional.linear_cross_entropy for the names, Liger-Kernel for gradients in the forward.
 
@@ -101,6 +97,7 @@ def linear_cross_entropy(
         >>> loss = xent_ops.linear_cross_entropy(hidden, head.weight, target)
         >>> loss.backward()
     """
+    transforms.refuse("xent_ops.linear_cross_entropy")
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
@@ -108,25 +105,7 @@ def linear_cross_entropy(
         from .distributed import linear_tensor  # for DTensors only: this import is slow
 
         return linear_tensor.cross_entropy(call)
-    if target.is_floating_point() or transforms.functorch_is_active() or transforms.forward_mode():
-        return _from_all_logits(call.in_autocast_dtype())
     return cross_entropy(call)
-
-
-def _from_all_logits(call: LinearCall) -> Tensor:
-    head = call.head
-    chunking = head.chunking
-    other_products = chunking.logits_dtype not in (None, call.input.dtype) or chunking.products is not None
-    if other_products or chunking.batch_invariant:
-        raise NotImplementedError(
-            "class probabilities, torch.func and forward-mode AD make all logits, by the products of nn.Linear: "
-            "without logits_dtype, products and batch_invariant"
-        )
-    if not transforms.is_jit_traced():
-        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, chunking)
-    logits = F.linear(call.input, head.weight, head.bias)
-    value = loss_of_logits(logits, call.target, head.class_weight, call.loss, call.token_weight)
-    return value if call.divisor is None else value / call.divisor.to(value.dtype)
 
 
 @arguments.named

@@ -76,8 +76,12 @@ def bind(
     linear_checks.reduced_by(divisor, input, loss.reduction)
     arguments.optional("token_weight", token_weight)
     accumulate_dtype, chunking = arguments.chunks(*raw_chunking)
-    if not target.is_floating_point():  # class probabilities have a derivative for the class weight
-        checks.weight_without_grad(class_weight)
+    if target.is_floating_point() and target.dim() == input.dim():
+        raise TypeError(
+            f"target has shape {tuple(target.shape)} and dtype {target.dtype}: class probabilities need all "
+            "logits. Call xent_ops.cross_entropy(F.linear(input, linear_weight, linear_bias), target, dim=-1)"
+        )
+    checks.weight_without_grad(class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
 

@@ -371,8 +371,6 @@ def test_refused(device):
         log_probs(x, head, bias, target, chunk_rows=0)
     with pytest.raises(ValueError, match=r"target has shape \(3,\)"):
         log_probs(x, head, bias, target[:3])
-    with pytest.raises(NotImplementedError, match="batch_invariant"):
-        xent_ops.linear_cross_entropy(x, head, torch.rand(4, CLASSES, device=device), batch_invariant=True)
     with pytest.raises(TypeError, match="batch_invariant must be True or False"):
         xent_ops.token_log_probs(x, target % HIDDEN, batch_invariant=1)
     with pytest.raises(ValueError, match="grad_in_forward"):

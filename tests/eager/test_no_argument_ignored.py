@@ -34,14 +34,9 @@ EXECUTION = {
 }
 # What has no effect, by its docstring or because there is one rank here, by the function and the name of its base.
 ONE_RANK = {"class_start is ignored", "group is ignored", "sequence_parallel is ignored"}
-OF_PROBABILITIES = {f"{name} is ignored" for name in ("accumulate_dtype", "chunk_rows", "skip_ignored")}
 AS_BY_DEFAULT = {"pipelined beside skip_ignored is ignored", "pipelined beside products is ignored"}  # False
 ALL_ROWS = {"skip_ignored beside batch_invariant is ignored"}  # by its docstring
 NO_EFFECT = {
-    "linear_cross_entropy-class probabilities": OF_PROBABILITIES,
-    "linear_cross_entropy-sum, class probabilities": OF_PROBABILITIES,
-    "LinearCrossEntropyLoss-class probabilities": OF_PROBABILITIES,
-    "LinearCrossEntropyLoss-sum, class probabilities": OF_PROBABILITIES,
     "distributed.vocab_parallel_linear_cross_entropy-mean": AS_BY_DEFAULT,
     "distributed.vocab_parallel_linear_cross_entropy-none": {"pipelined is ignored"},
     "distributed.vocab_parallel_linear_token_loss-several classes": {"skip_ignored is ignored"},
@@ -67,7 +62,6 @@ IMAGE = {"input": randn(V, V, V), "target": TARGET.repeat(9)[: V * V].view(V, V)
 HEAD = {"input": randn(N, H).bfloat16(), "linear_weight": randn(V, H, seed=2).bfloat16()}
 LINEAR = {**HEAD, "target": TARGET}
 TEACHER = {"teacher_input": randn(N, 8, seed=3), "teacher_weight": randn(V, 8, seed=4)}
-SOFT = randn(N, V, seed=5).softmax(-1)
 SHARDS = {"linear_weight": "weight_shard", "linear_bias": "bias_shard", "teacher_weight": "teacher_weight_shard"}
 
 
@@ -93,12 +87,7 @@ def each_reduction(base):
 LOSS = {**each_reduction(IMAGE), "class probabilities": {**IMAGE, "target": randn(V, V, V, seed=5).softmax(1)}}
 ROWS = each_reduction({"logits_shard": randn(N, V), "target": TARGET, "num_classes": V})
 PLACED = ("input", "linear_weight", "linear_bias", "target")  # DTensors where any is
-LINEAR_LOSS = {
-    **each_reduction(LINEAR),
-    "class probabilities": {**LINEAR, "target": SOFT},
-    "sum, class probabilities": {**LINEAR, "target": SOFT, "reduction": "sum"},
-}
-RANKS_LOSS = {label: base for label, base in LINEAR_LOSS.items() if "class prob" not in label}
+LINEAR_LOSS = each_reduction(LINEAR)
 TOP_K = {**each_reduction({**HEAD, **FEW}), "tail": {**HEAD, **FEW, "tail": True}}
 LOG_PROBS = {"one class": LINEAR, "several classes": {**LINEAR, "target": IDS}}
 TOKENS = {label: {**base, "fn": of_tokens} for label, base in LOG_PROBS.items()}
@@ -152,7 +141,7 @@ CALLS = {  # of each function, its bases
         }
     },
     "distributed.vocab_parallel_cross_entropy": ROWS,
-    "distributed.vocab_parallel_linear_cross_entropy": as_shards(RANKS_LOSS),
+    "distributed.vocab_parallel_linear_cross_entropy": as_shards(LINEAR_LOSS),
     "distributed.vocab_parallel_linear_token_log_probs": as_shards({"": LINEAR}),
     "distributed.vocab_parallel_linear_token_loss": as_shards(TOKENS),
     "distributed.vocab_parallel_linear_distillation_loss": as_shards(

@@ -23,18 +23,10 @@ def inputs(dtype=torch.float32, device="cpu"):
     return x, head, torch.tensor([3, 8, -100, 0, 7, 7], device=device)
 
 
-def _probabilities(target, classes):
-    return torch.full((*target.shape, classes), 1 / max(classes, 1))
-
-
 # Ways of a call, each a function of (input, linear_weight, target, keywords).
 WAYS = {
     "one pass": lambda x, w, t, **o: xent_ops.linear_cross_entropy(x, w, t, **o),
     "rows": lambda x, w, t, **o: xent_ops.linear_cross_entropy(x.detach(), w.detach(), t, **o),
-    "transform": lambda x, w, t, **o: torch.func.vmap(lambda x: xent_ops.linear_cross_entropy(x, w.detach(), t, **o))(
-        x.detach().unsqueeze(0)
-    ),
-    "probabilities": lambda x, w, t, **o: xent_ops.linear_cross_entropy(x, w, _probabilities(t, len(w)), **o),
     "outputs": lambda x, w, t, **o: xent_ops.linear_cross_entropy_outputs(x, w, t, **o),
     "log_probs": lambda x, w, t, **o: xent_ops.linear_token_log_probs(x, w, t, **o),
     "operator": lambda x, w, t, **o: ops.linear_cross_entropy(x, w, t, **o),
@@ -55,14 +47,8 @@ def test_every_way_refuses_what_the_operator_does(way):
         options = {name: value for name, value in given.items() if value is not None and name in taken}
         if way == "log_probs" and argument == "target":
             continue  # one dimension more has several classes a row
-        if way == "probabilities":
-            if argument in ("target", "weight") or head.dim() != 2:
-                continue
-            options = {name: value for name, value in options.items() if name not in ("ignore_index", "token_weight")}
-        if way in ("transform", "probabilities"):
-            options.pop("batch_invariant", None)  # refused where all logits are made
         if argument in (*names[:3], *options):
-            with pytest.raises(Exception if way == "transform" else error, match=words):
+            with pytest.raises(error, match=words):
                 WAYS[way](x, head, target, **options)
             refused.add(argument)
     assert len(refused) >= 8, refused
@@ -131,7 +117,7 @@ def test_what_is_no_dense_tensor(name, make, text):
             xent_ops.linear_cross_entropy(**given)
 
 
-@pytest.mark.parametrize("way", ["one pass", "rows", "transform", "probabilities"])
+@pytest.mark.parametrize("way", ["one pass", "rows"])
 def test_divisors(way):
     x, head, target = inputs()
     for divisor, error, text in (
@@ -165,15 +151,6 @@ def test_a_divisor_that_requires_grad():
     torch.testing.assert_close(torch.autograd.grad(loss, divisor)[0], -loss.detach() / 4)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_class_probabilities(reduction):
-    x, head, target = inputs()
-    with pytest.raises(ValueError, match=r"^target has shape \(3, 9\); expected \(6, 9\), one probability"):
-        xent_ops.linear_cross_entropy(x, head, _probabilities(target, 9)[:3], reduction=reduction)
-    with pytest.raises(ValueError, match="ignore_index=3 is not supported for class probabilities"):
-        xent_ops.linear_cross_entropy(x, head, _probabilities(target, 9), ignore_index=3)
-
-
 @pytest.mark.parametrize("bad", [9, -1, 2**40, -(2**62)])
 def test_targets_out_of_range(device, raises_out_of_range, bad):
     """An IndexError on the CPU, in whichever chunk; elsewhere NaN in the row (test_linear_cuda.py)."""
@@ -196,11 +173,16 @@ def test_targets_out_of_range(device, raises_out_of_range, bad):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=0)
 
 
-def test_other_functions_take_class_indices():
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_outputs", "linear_token_log_probs"])
+def test_class_probabilities(name):
     x, head, target = inputs()
-    for function in (xent_ops.linear_cross_entropy_outputs, xent_ops.linear_token_log_probs):
-        with pytest.raises(TypeError, match=r"target has dtype torch\.float32; expected one of int64"):
-            function(x, head, _probabilities(target, 9))
+    probabilities = torch.full((*target.shape, 9), 1 / 9)
+    dtype = r"torch\.float32; expected one of int64"  # several classes a row have as many dimensions
+    words = rf"target has dtype {dtype}" if name == "linear_token_log_probs" else "class probabilities need all logits"
+    with pytest.raises(TypeError, match=words):
+        getattr(xent_ops, name)(x, head, probabilities)
+    with pytest.raises(TypeError, match=rf"target has dtype {dtype}"):
+        getattr(xent_ops, name)(x, head, probabilities[:, 0])
 
 
 def test_derivatives_that_there_are_not():

@@ -97,5 +97,5 @@ def refuse(name: str) -> None:
     if active():
         raise NotImplementedError(
             f"{name} inside a functorch transform (torch.func) or forward-mode AD is not supported; "
-            "xent_ops.cross_entropy and xent_ops.linear_cross_entropy are"
+            "xent_ops.cross_entropy is, and F.linear makes its logits from hidden states"
         )
