@@ -9,8 +9,18 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.name for path in ROOT.glob("*.md"))  # pages in the repository's root; README.md is the home page
 
 PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img alt="([^"]*)" src="([^"]+)".*?</picture>', re.DOTALL)
-SOURCE = re.compile(r"\[([^]]+)\]\((?:\.\./)*(?:examples|xent_ops|tests|tools|csrc_meta|lab|LICENSE|CITATION)[^)]*\)")
+EXAMPLES = [path.relative_to(ROOT) for path in sorted(ROOT.glob("examples/**/*")) if path.suffix in (".py", ".cpp")]
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "xent_ops" / "_version.py").read_text(encoding="utf-8"))
+
+SOURCE = re.compile(
+    r"\[([^]]+)\]\((?:\.\./)*(?:examples(?![^)]*\.md\))|xent_ops|tests|tools|csrc_meta|lab|LICENSE|CITATION)[^)]*\)"
+)
 EXAMPLE = re.compile(r"^\[(examples/[\w/]+\.py)\]\(\.\./\1\)$", re.MULTILINE)  # a paragraph by itself
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    config.site_name += f" {VERSION[1]}" if VERSION else ""
+    return config
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
@@ -20,15 +30,19 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
         text = (ROOT / name).read_text(encoding="utf-8")
         # These pages are one folder above the others.
         files.append(File.generated(config, name, content=text.replace("](docs/", "](").replace('"docs/', '"')))
+    for path in EXAMPLES:
+        files.append(File.generated(config, f"{path}.md", content=f"# {path.name}\n\n{_code(path)}"))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     for name in PAGES:
         markdown = markdown.replace(f"](../{name}", f"]({name}")
-    # Sources and lab notes are not part of the site. A link to an example in its own paragraph becomes the file's text.
-    # Of other links the text stays.
-    markdown = EXAMPLE.sub(_code, markdown)
+    # A link to an example in its own paragraph becomes the file's text, another one leads to the example's page.
+    # Other sources and lab notes are not part of the site: of their links the text stays.
+    markdown = EXAMPLE.sub(lambda link: _code(Path(link[1])), markdown)
+    for path in EXAMPLES:
+        markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(str(path))}\)", f"]({path}.md)", markdown)
     markdown = SOURCE.sub(r"\1", markdown)
     # A reader of the site sees pages, not files.
     markdown = re.sub(r"\[(?:docs/)?([\w/-]+)\.md\]\(", r"[\1](", markdown)
@@ -45,5 +59,5 @@ def on_page_content(html: str, page: Any, **_: Any) -> None:
         raise PluginError(f"{page.file.src_path}: a row of a table became text: |{row}")
 
 
-def _code(link: re.Match[str]) -> str:
-    return f'```py title="{link[1]}"\n{(ROOT / link[1]).read_text(encoding="utf-8")}```'
+def _code(path: Path) -> str:
+    return f'```{path.suffix[1:]} title="{path}"\n{(ROOT / path).read_text(encoding="utf-8")}```'

@@ -2,7 +2,7 @@
 
     python examples/aoti_eval/export.py OUT [--text FILE] [--device cuda]
 
-writes OUT/score.pt2 (summed loss of a batch of windows, made without all of its logits), OUT/step.pt2 (loss and
+writes OUT/score.pt2 (summed loss of a batch of windows), OUT/step.pt2 (loss and
 gradients of a training step) and OUT/parameters.pt (what the step starts from), and prints the perplexity of the text
 and the losses of some steps of SGD as Python computes them. The C++ program must print the same.
 """
