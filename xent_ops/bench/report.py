@@ -148,12 +148,14 @@ def draw(path: Path, results: Sequence[Result], title: str) -> None:
         for result in (result for result in reversed(results) if result.table == table):
             style = {"color": colours[result.kind], "hatch": "///" * result.unsteady, "edgecolor": "white"}
             times.bar_label(times.barh(result.variant, result.ms or 0, **style), fmt="%.4f", padding=3)
-            bar = memory.barh(result.variant, (result.peak_bytes or 0) / 2**20, color=style["color"])
-            memory.bar_label(bar, fmt="%.0f", padding=3)
+            peak = (result.peak_bytes or 0) / 2**20
+            bar = memory.barh(result.variant, peak, color=style["color"])
+            memory.bar_label(bar, fmt="%.0f" if peak >= 10 else "%.3g", padding=3)
         for axes in (times, memory):
-            axes.margins(x=0.15)  # for the figures behind the bars
+            axes.margins(x=0.25)  # for the figures behind the bars
         times.set_title(f"{table}, ms", fontsize=10)
         memory.set_title("peak memory beyond the inputs, MiB", fontsize=10)
-    figure.suptitle(title, fontsize=10)
+    hatched = "\nhatched: unsteady times, marked by ~ in the tables" if any(one.unsteady for one in results) else ""
+    figure.suptitle(title + hatched, fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
