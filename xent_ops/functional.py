@@ -323,4 +323,4 @@ def token_log_probs(
         loss_or_at_ids, lse, _, entropy, _ = torch.ops.xent.cross_entropy_forward(
             logits, target, None, False, True, batch_invariant, **rows.keywords()
         )
-    return log_probs_of_rows(loss_or_at_ids, lse, entropy, target, ids, rows)
+    return log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, rows)

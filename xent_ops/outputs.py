@@ -72,7 +72,7 @@ def outputs_of_rows(
         torch.where(counted, argmax, -1),
         accuracy,
         row_loss.detach(),
-        torch.where(counted, entropy, 0.0).detach(),
+        entropy.detach(),
     )
 
 
@@ -82,9 +82,8 @@ def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int
 
 
 def log_probs_of_rows(
-    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor, ids: Tensor | None, options: RowOptions
+    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, ids: Tensor | None, options: RowOptions
 ) -> TokenLogProbs:
     """``loss_or_at_ids``: losses, or with several classes per row (ids) x of each."""
-    counted = is_counted(target, options.ignore_index)
     log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, options.ignore_index)
-    return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)
+    return TokenLogProbs(log_probs, entropy, lse)

@@ -20,12 +20,14 @@ from .ops import arguments, checks, transforms
 from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.message_values import repr_for_message, type_name
-from .ops.reduction import divisors_of
+from .ops.reduction import counted_sum
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
 
 Function = Callable[..., Tensor]
 """``fn(stats, *rows)``: stats is a TokenLogProbs of n tokens; returns (n,)."""
+
+Values = list[tuple[Tensor, Tensor]]
 
 _INSTEAD = "xent_ops.linear_token_log_probs (token_log_probs of logits), which is differentiable, takes any function"
 
@@ -63,6 +65,10 @@ class TokenRows:
         """Bring the tokens of all rows into another order, or take ``number`` of them."""
         self.rows = [order(row) for row in self.rows]
         self.number = self.number if number is None else number
+
+    def sum(self, values: Tensor, target: Tensor, divisor: Tensor | None) -> Tensor:
+        """The sum over counted tokens, divided."""
+        return counted_sum(values, target.reshape(-1), divisor, self.ignore_index)
 
     def _rows(self, *shape: int) -> list[Tensor]:
         """The rows, reshaped to (*shape, *)."""
@@ -143,95 +149,94 @@ class TokenFunction(TokenRows):
         if value.device != target.device:
             raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
 
-    def upstream_of_parts(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., RowGradients]:
+    def upstream_of_parts(self, parts: int, divisor: Tensor, values: Values) -> Callable[..., RowGradients]:
         """The function that head/loop.py calls between a chunk's statistics and its gradient.
 
-        ``values`` gets the numbers of each chunk's tokens, 0 in ignored rows. ``divisors``, (2,), divide the sum.
+        ``values`` gets the numbers of each chunk's tokens and their targets. ``divisor``, (), divides the sum.
 
         The row operator's loss is -log_prob, so its gradient is -grad_log_probs. With ids this loss is not used: its
         gradient is 0, and the lse gets the sum of all ids' gradients.
         """
-        rows = self._rows(parts, self.number // parts)
+        rows, factor = self._rows(parts, self.number // parts), divisor.reciprocal()
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
-            counted, row_values = is_counted(part.target, self.ignore_index), [part.of(row) for row in rows]
+            row_values = [part.of(row) for row in rows]
             if part.ids is not None:
                 row_values[-1] = part.ids
             loss_or_at_ids = statistics.loss if statistics.at_ids is None else statistics.at_ids
-            stats = self._statistics(loss_or_at_ids, statistics.lse, statistics.entropy, row_values, counted)
+            stats = self._statistics(loss_or_at_ids, statistics.lse, statistics.entropy, row_values)
 
             def token_values(log_probs: Tensor, lse: Tensor, entropy: Tensor = stats.entropy) -> Tensor:
-                return self._call(TokenLogProbs(log_probs, entropy, lse), row_values, counted)
+                return self._call(TokenLogProbs(log_probs, entropy, lse), row_values)
 
             read = (stats.log_probs, stats.lse, stats.entropy) if self.reads_entropy else (stats.log_probs, stats.lse)
-            value, derivatives = value_and_derivatives(token_values, read, divisors[0].reciprocal())
-            values.append(value)
-            # The derivative of an ignored row may be NaN, because zero times infinity is.
-            several = counted if part.ids is None else is_counted(part.ids, self.ignore_index)
-            grad_log_probs, grad_lse, *grad_entropy = [
-                None if derivative is None else torch.where(mask, derivative, 0.0)
-                for derivative, mask in zip(derivatives, (several, counted, counted), strict=False)
-            ]
+            value, (grad_log_probs, grad_lse, *entropies) = value_and_derivatives(token_values, read, factor)
+            values.append((value, part.target))
+            # In ignored rows a derivative may be NaN. The row operators leave out those of losses and entropies.
+            if grad_lse is not None:
+                grad_lse = torch.where(is_counted(part.target, self.ignore_index), grad_lse, 0.0)
             if grad_log_probs is None:
                 grad_log_probs = torch.zeros_like(stats.log_probs)
-            entropies = grad_entropy[0] if grad_entropy else None
+            grad_entropy = entropies[0] if entropies else None
             if part.ids is None:
-                return RowGradients(-grad_log_probs, grad_lse, entropies)
-            sum_of_ids = grad_log_probs.sum(-1)
+                return RowGradients(-grad_log_probs, grad_lse, grad_entropy)
+            grad_ids = torch.where(is_counted(part.ids, self.ignore_index), grad_log_probs, 0.0)
+            sum_of_ids = grad_ids.sum(-1)
             grad_lse = -sum_of_ids if grad_lse is None else grad_lse - sum_of_ids
-            return RowGradients(divisors.new_zeros(()), grad_lse, entropies, grad_ids=grad_log_probs)
+            return RowGradients(grad_lse.new_zeros(()), grad_lse, grad_entropy, grad_ids=grad_ids)
 
         return upstream
 
     def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
-        """(N,): the numbers of all tokens, 0 in ignored rows. Differentiable.
+        """(N,): the numbers of all tokens, any in ignored rows. Differentiable.
 
         ``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K as an additional dimension.
         """
-        stats, rows, counted = self._all_stats(loss_or_at_ids, lse, entropy, target)
-        return self._call(stats, rows, counted)
+        return self._call(*self._all_stats(loss_or_at_ids, lse, entropy, target))
 
     def _all_stats(
         self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor
-    ) -> tuple[TokenLogProbs, list[Tensor], Tensor]:
-        counted, rows = is_counted(target, self.ignore_index).reshape(-1), self._rows(self.number)
+    ) -> tuple[TokenLogProbs, list[Tensor]]:
+        rows, lse = self._rows(self.number), lse.reshape(-1)
         loss_or_at_ids = loss_or_at_ids.reshape(self.number, *loss_or_at_ids.shape[target.dim() :])
-        return self._statistics(loss_or_at_ids, lse.reshape(-1), entropy.reshape(-1), rows, counted), rows, counted
+        # The gradient of an ignored row's lse may be NaN. The row operators leave out those of losses and entropies.
+        lse = torch.where(is_counted(target, self.ignore_index).reshape(-1), lse, lse.detach())
+        return self._statistics(loss_or_at_ids, lse, entropy.reshape(-1), rows), rows
 
     def _statistics(
-        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor], counted: Tensor
+        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor]
     ) -> TokenLogProbs:
-        """For tokens, (n,) or (n, K). Ignored rows get no gradient, even if a derivative is NaN."""
+        """For tokens, (n,) or (n, K)."""
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
-        lse = torch.where(counted, lse, lse.detach())
         if self.several:
             log_probs = log_probs_of_ids(loss_or_at_ids, lse, rows[-1], self.ignore_index)
         else:
-            log_probs = -torch.where(counted, loss_or_at_ids, 0.0)
-        return TokenLogProbs(log_probs, torch.where(counted, entropy, 0.0), lse)
+            log_probs = -loss_or_at_ids
+        return TokenLogProbs(log_probs, entropy, lse)
 
-    def _call(self, stats: TokenLogProbs, rows: Sequence[Tensor], counted: Tensor) -> Tensor:
+    def _call(self, stats: TokenLogProbs, rows: Sequence[Tensor]) -> Tensor:
         value = self.fn(stats, *(rows[:-1] if self.several else rows))
-        if tuple(value.shape) != tuple(counted.shape):
-            self._check_value(value, counted.shape[0], counted)
-        return torch.where(counted, value.to(self.dtype), 0.0)
+        if tuple(value.shape) != tuple(stats.lse.shape):
+            self._check_value(value, stats.lse.shape[0], stats.lse)
+        return value.to(self.dtype)
 
     def check(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> None:
         """Raise if a token's number depends on the other tokens. It reads values, so it synchronises."""
         if torch.compiler.is_compiling():
             raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
         with torch.no_grad():
-            stats, rows, counted = self._all_stats(loss_or_at_ids, lse, entropy, target)
+            stats, rows = self._all_stats(loss_or_at_ids, lse, entropy, target)
             size = max(-(-self.number // 3), 1)
             parts = [slice(start, start + size) for start in range(0, max(self.number, 1), size)]
-            joint = self._call(stats, rows, counted)
+            joint = self._call(stats, rows)
             values_of_parts = [
-                self._call(TokenLogProbs(*(value[part] for value in stats)), [row[part] for row in rows], counted[part])
+                self._call(TokenLogProbs(*(value[part] for value in stats)), [row[part] for row in rows])
                 for part in parts
             ]
             separate = torch.cat(values_of_parts)
             differ = ~torch.isclose(joint, separate, rtol=1e-4, atol=1e-6, equal_nan=True)
+            differ &= is_counted(target, self.ignore_index).reshape(-1)
             if bool(differ.any()):
                 token = int(differ.nonzero()[0])
                 raise ValueError(
@@ -256,7 +261,7 @@ def loss_of_head(call: LinearCall, function: TokenRows) -> Tensor:
     if in_forward:
         return loss_by_chunks(call, call.target, function, loop.OneRank())
     values = function.all_values(*statistics(call, function.reads_entropy, function.mask_ids), call.target)
-    return divided(values, call.divisor)
+    return function.sum(values, call.target, call.divisor)
 
 
 def loss_by_chunks(
@@ -270,9 +275,9 @@ def loss_by_chunks(
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
-    divisors = divisors_of(target, None, None, divisor, loss, function.dtype)
-    split = float16.split_loss(input.dtype, divisors, target, loss=loss)
-    values: list[Tensor] = []
+    number = target.new_ones((), dtype=function.dtype) if divisor is None else divisor.to(function.dtype)
+    split = float16.split_loss(input.dtype, number.expand(2), target, loss=loss)
+    values: Values = []
     rows, count, packed, output_mask = input, None, None, loop.wanted_gradients(input, head)
     if head.chunking.skip_ignored:
         packed = packing.order_of_counted(target, loss.row_options.ignore_index, transforms.is_traced())
@@ -280,7 +285,7 @@ def loss_by_chunks(
         rows, target, count = packed.pack_rows(input.detach()), packed.indices(), packed.count
         function.arrange(packed.pack_rows, packed.number)
     parts = ranks.world if layout.get("scattered") else 1
-    upstream = function.upstream_of_parts(parts, split.divisors, values)
+    upstream = function.upstream_of_parts(parts, split.divisors[0], values)
     grads = loop.gradients(
         rows,
         target,
@@ -297,12 +302,8 @@ def loss_by_chunks(
     )
     if packed is not None and output_mask[0]:
         grads = grads._replace(input=packed.unpack_rows(grads.input).view(input.shape))
-    return loop.value(divided(concatenated(values), divisor), input, head, grads, split)
-
-
-def divided(values: Tensor, divisor: Tensor | None) -> Tensor:
-    total = values.sum()
-    return total if divisor is None else total / divisor.to(total.dtype)
+    numbers, targets = (concatenated(parts) for parts in zip(*values, strict=True))
+    return loop.value(function.sum(numbers, targets, divisor), input, head, grads, split)
 
 
 def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:

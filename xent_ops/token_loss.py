@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from .kernels.options import HeadProducts, TokenReduction
-from .kernels.reference import accumulator, is_counted
-from .linear_call import bind, refuse_call, statistics
+from .kernels.reference import accumulator
+from .linear_call import bind, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
-from .token_function import Function, TokenFunction, divided, loss_of_head
+from .token_function import Function, TokenFunction, loss_of_head
 
 _ops = torch.ops.xent
 
@@ -167,5 +167,6 @@ def token_loss(
     if check:
         function.check(loss_or_at_ids, lse, entropy, target)
     if reduction == "mean":
-        divisor = is_counted(target, options.ignore_index).sum()
-    return divided(function.all_values(loss_or_at_ids, lse, entropy, target), divisor)
+        divisor = rows_counted(target, None, options.ignore_index, function.dtype)
+    values = function.all_values(loss_or_at_ids, lse, entropy, target)
+    return function.sum(values, target, divisor)

@@ -32,7 +32,7 @@ from .ops import arguments, checks, transforms
 from .ops.dtensors import refuse_dtensors
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
-from .token_function import TokenRows, divided, loss_of_head
+from .token_function import TokenRows, Values, loss_of_head
 
 _ops = torch.ops.xent
 _OVER = 1e-3  # probabilities may add up to 1 + _OVER
@@ -74,21 +74,21 @@ class TopK(TokenRows):
             rows.append(lse_square_scale * (is_counted(target, ignore_index).to(dtype) if factors is None else factors))
         super().__init__(rows, target, ignore_index, dtype, ids)
 
-    def upstream_of_parts(self, parts: int, divisors: Tensor, values: list[Tensor]) -> Callable[..., RowGradients]:
+    def upstream_of_parts(self, parts: int, divisor: Tensor, values: Values) -> Callable[..., RowGradients]:
         rows = self._rows(parts, self.number // parts)
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             loss, probs, softmax, lse, z_factor = self._losses(
                 statistics.at_ids, statistics.lse, [part.of(row) for row in rows]
             )
-            values.append(loss)
+            values.append((loss, part.target))
             total = probs.sum(-1)
             if z_factor is not None:
                 total = total + times(2 * lse, z_factor)
             if softmax is None:
-                grad_ids, grad_lse = -probs / divisors[0], total / divisors[0]
+                grad_ids, grad_lse = -probs / divisor, total / divisor
             else:  # a row of weight 0 gets no gradient, even if its softmax is NaN
-                grads = (times(softmax, total.unsqueeze(-1)) - probs) / divisors[0]
+                grads = (times(softmax, total.unsqueeze(-1)) - probs) / divisor
                 grad_ids, grad_lse = grads[:, :-1], grads[:, -1]
             return RowGradients(grad_lse.new_zeros(()), grad_lse, grad_ids=grad_ids)
 
@@ -294,4 +294,4 @@ def top_k_distillation_loss(
         return values.view(target.shape)
     if reduction == "mean":
         divisor = rows_counted(target, token_weight, options.ignore_index, dtype)
-    return divided(values, divisor)
+    return function.sum(values, target, divisor)

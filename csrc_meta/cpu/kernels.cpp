@@ -50,7 +50,9 @@ struct ClassIndices {
     out.lse.at<A>(row) = lse;
     if (out.lse_low.data != nullptr) out.lse_low.at<A>(row) = A(lse_low(lse, sums.pivot(), log_total));
     if (out.argmax != nullptr) out.argmax[row] = visited ? sums.first : -1;
-    if (out.entropy.data != nullptr) out.entropy.at<A>(row) = A(visited ? log_total - sums.moment / sums.total : 0);
+    if (out.entropy.data != nullptr) {
+      out.entropy.at<A>(row) = A(target(row).counted ? log_total - sums.moment / sums.total : 0);
+    }
   }
 
   // The softmax is exp(x - lse) exp(-lse_low), and the second factor is one of the row.
@@ -110,9 +112,10 @@ void backward(const Problem& whole, Slice slice, const Upstream& upstream, Mutab
     const A* const saved_lse_low = upstream.saved_lse_low;
     visit_rows<A>(problem, {problem.rows}, nullptr, &grad, threads, [&](std::int64_t row, const Sums&) {
       const A lse = saved_lse[row], lse_low = saved_lse_low != nullptr ? saved_lse_low[row] : 0;
-      const RowGrads grads = row_grads<A>(upstream, row, indices.target(row).counted, lse);
+      const bool counted = indices.target(row).counted;
+      const RowGrads grads = row_grads<A>(upstream, row, counted, lse);
       auto result = indices.row_gradient(row, lse, lse_low, grads.loss, grads.lse);
-      if (upstream.entropy.data != nullptr) {
+      if (upstream.entropy.data != nullptr && counted) {
         result.grad_entropy = A(value<A>(upstream.entropy, row) * std::exp(-double(lse_low)));
         result.entropy = saved_entropy[row] - lse_low;
         result.live |= result.grad_entropy != 0;

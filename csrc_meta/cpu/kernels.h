@@ -114,7 +114,7 @@ struct Slice {
 // Below, outputs and saved values with one number a row are (N,), dense, in the accumulator's dtype.
 // A gradient may be written over the logits it is taken from (same data, same strides).
 
-// only_counted: the logits of ignored rows are not read. Such a row has an infinite lse, argmax -1 and entropy 0.
+// only_counted: the logits of ignored rows are not read. Such a row has an infinite lse and argmax -1.
 void forward(const Problem&, bool only_counted, const RowResults&, const Threads&);
 
 // Columns behind the last class get zeros.

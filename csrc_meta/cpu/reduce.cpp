@@ -55,11 +55,13 @@ void reduce(const Problem& problem, Numbers losses, Numbers lses, Numbers token_
     double sum = 0, squares = 0;
     std::int64_t hits = 0, number = 0;
     for (std::int64_t row = 0; row < problem.rows; ++row) {
-      const bool counted = problem.target[row] != problem.ignore_index;
-      const double token = token_weights == nullptr ? 1.0 : counted ? double(token_weights[row]) : 0.0;
-      if (token != 0) sum += token * double(loss[row]);  // a weight of 0 leaves out a NaN
-      if (counted && token != 0) squares += token * double(lse[row]) * double(lse[row]);
-      if (argmax != nullptr && counted) {
+      if (problem.target[row] == problem.ignore_index) continue;
+      const double token = token_weights == nullptr ? 1.0 : double(token_weights[row]);
+      if (token != 0) {  // a weight of 0 leaves out a NaN
+        sum += token * double(loss[row]);
+        squares += token * double(lse[row]) * double(lse[row]);
+      }
+      if (argmax != nullptr) {
         ++number;
         hits += argmax[row] == problem.target[row];
       }

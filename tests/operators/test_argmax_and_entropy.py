@@ -65,6 +65,20 @@ def test_entropy(device, dtype, softcap):
     )
 
 
+@pytest.mark.parametrize("classes", [64, 5001])
+def test_the_entropy_of_an_ignored_row_is_zero(device, kernels, classes):
+    """And no gradient flows back from it, even if the upstream gradient is NaN."""
+    logits = realistic_logits(4, classes, dtype=torch.float32).to(device)
+    target = torch.tensor([1, -100, 3, -100], device=device)
+    ignored = target == -100
+    _, lse, _, entropy, lse_low = kernels.cross_entropy_forward(logits, target, None, False, True)
+    assert torch.equal(entropy == 0, ignored)
+    zero, upstream = torch.zeros((), device=device), torch.tensor([1.0, float("nan"), 2.0, 3.0], device=device)
+    backward_args = (zero, None, logits, target, lse, None, None, upstream, entropy)
+    grad = kernels.cross_entropy_backward(*backward_args, None, 0, None, None, lse_low)
+    assert grad.isfinite().all() and torch.equal(grad.any(-1), ~ignored)
+
+
 def test_large_common_offset_keeps_the_entropy(device, kernels):
     """Not made from the lse, which is off by 1e-3 there."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) + 3e4

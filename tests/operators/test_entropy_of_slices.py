@@ -39,7 +39,7 @@ def of_all(logits, target, weight, grads, options):
     safe = target.clamp(min=0)
     lse, log_p = scores.logsumexp(-1), scores.log_softmax(-1)
     p = log_p.exp()
-    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+    entropy = torch.where(counted, -(p * torch.where(p == 0, 0.0, log_p)).sum(-1), 0.0)
     loss = -(1 - smoothing) * w[safe] * log_p.gather(-1, safe[:, None])[:, 0] - smoothing / classes * (w * log_p).sum(
         -1
     )

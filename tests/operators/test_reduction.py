@@ -29,12 +29,13 @@ class Rows:
 
         self.target = torch.randint(0, V, shape, device=device)
         self.target.view(-1)[1::3] = -100
-        self.loss, self.lse = random(*shape) * (self.target != -100), random(*shape) + 1
+        self.loss, self.lse = random(*shape), random(*shape) + 1
         self.argmax = torch.where(random(*shape) < 0.5, self.target, 0)
         self.weight = random(V) + 0.5 if weighted else None
         self.token_weight = (random(*shape) - 0.3).to(torch.float16) if by_token else None
 
         self.counted = self.target != -100
+        self.loss[~self.counted] = float("nan")
         self.tokens = self.counted.double()
         if by_token:
             self.token_weight.view(-1)[:1] = 0  # and the row is left out, whatever it holds
@@ -45,7 +46,7 @@ class Rows:
 
     def sums(self):
         """Of the losses and the z-losses."""
-        losses, squares = self.loss.double(), torch.where(self.counted, self.lse, 0.0).double().square()
+        losses, squares = (torch.where(self.counted, one, 0.0).double() for one in (self.loss, self.lse.square()))
         products = [torch.where(self.tokens == 0, 0.0, values * self.tokens) for values in (losses, SQUARE * squares)]
         return torch.stack([one.sum() for one in products])
 

@@ -190,5 +190,5 @@ def vocab_parallel_linear_token_log_probs(
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
     rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ordered, None, call.loss.row_options)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, None, call.loss.row_options)
     return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

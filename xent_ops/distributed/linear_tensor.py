@@ -19,7 +19,7 @@ from ..kernels.reference import accumulator
 from ..linear_call import LinearCall
 from ..ops import checks, transforms
 from ..ops.linear import checks as linear_checks
-from ..token_function import Function, TokenFunction, divided, loss_by_chunks
+from ..token_function import Function, TokenFunction, loss_by_chunks
 from . import pipelined, sharded_rows, tensor
 from .groups import Ranks, ranks_of
 from .parts import first_class
@@ -125,7 +125,7 @@ def token_loss(call: LinearCall, fn: Function, rows: Any, check: bool) -> DTenso
     if mine.pipelined and mine.input.dtype != torch.float16:
         total = loss_by_chunks(mine, mine.target, function, pipelined.Collectives(ranks), sum_over_ranks=False)
     else:
-        total = divided(function.all_values(*statistics(), mine.target), mine.divisor)
+        total = function.sum(function.all_values(*statistics(), mine.target), mine.target, mine.divisor)
         read = _read(call, mine)
     value = tensor.from_local(total, mesh, partial, read)
     return value if local.has_all_rows else value.redistribute(mesh, _replicated(mesh))

@@ -15,7 +15,7 @@ from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, transforms
-from ..token_function import Function, TokenFunction, TokenRows, divided, loss_by_chunks
+from ..token_function import Function, TokenFunction, TokenRows, loss_by_chunks
 from . import consistency
 from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
@@ -128,7 +128,8 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
     # In float16 each row's factor (head/float16.py) follows from the derivatives of all rows.
     if call.ids is None and not (call.pipelined and input.dtype != torch.float16):
         statistics_of_rows, ordered = statistics()
-        return divided(function.all_values(*statistics_of_rows, ordered), call.divisor)
+        values = function.all_values(*statistics_of_rows, ordered)
+        return function.sum(values, ordered, call.divisor)
     if call.ids is not None:  # only the loop over all rows supports several classes a row
         call = call._replace(head=head._replace(chunking=head.chunking._replace(skip_ignored=False)))
     ordered = by_ranks(target, split, ranks)

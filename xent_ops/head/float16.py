@@ -141,10 +141,14 @@ def split_grads(
 ) -> tuple[RowFactors | None, Sequence[Tensor | None]]:
     """(factors, upstream gradients divided by them). Only float16 has factors, of which each is a power of two.
 
-    The first gradient is the losses'.
+    The gradients are those of the losses, the lse and the entropies.
     """
     if dtype != torch.float16:
         return None, grads
+    grad_loss, grad_lse, grad_entropy = grads
+    if grad_entropy is not None:
+        grad_entropy = torch.where(reference.is_counted(target, options.ignore_index), grad_entropy, 0.0)
+    grads = (grad_loss, grad_lse, grad_entropy)
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
     taken = row_factors(magnitudes(target, weight, lse_coefficient, classes, options, *row_grads))
     divided = [None if grad is None else grad / taken.rows.view(-1, *(1,) * (grad.dim() - 1)) for grad in grads]

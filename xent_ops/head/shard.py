@@ -36,7 +36,7 @@ from .products import (
 _ops = torch.ops.xent
 _HEADER = reference_shard.HEADER
 _SKIPPED = (float("-inf"), 0.0, 0.0, 0.0)  # the statistics of a skipped row
-_NOWHERE = -1  # the target of an ignored row, or of a row whose class is on another rank
+_NOWHERE = -1  # the ignore_index of rows whose target has been made a column of this rank
 
 
 def width(rows: int, weighted: bool, with_entropy: bool, ids_per_row: int = 0) -> int:
@@ -97,9 +97,12 @@ def _statistics_by_lse(
     logits: Tensor, target: Tensor, class_start: int, with_entropy: bool, options: RowOptions
 ) -> Sequence[Tensor]:
     """Three statistics of each row, relative to the lse of these logits, and the entropy if it is wanted."""
-    column, keywords = _local_target(target, class_start, logits.shape[1], options)
+    column = target.to(torch.int64) - class_start
+    is_here = (column >= 0) & (column < logits.shape[1]) & reference.is_counted(target, options.ignore_index)
+    # A row without a target here takes the first column: the entropy of an ignored row would be 0.
+    column, keywords = torch.where(is_here, column, 0), options._replace(ignore_index=_NOWHERE).keywords()
     loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(logits, column, None, False, with_entropy, **keywords)
-    part = torch.where(column == _NOWHERE, 0.0, loss - lse_low)  # relative to the rounded lse
+    part = torch.where(is_here, loss - lse_low, 0.0)  # relative to the rounded lse
     statistics = (lse, lse_low.exp(), part)
     return (*statistics, entropy) if with_entropy else statistics
 
@@ -112,13 +115,6 @@ def pack_statistics(
     sum_weights = statistics[0].new_full((), columns) if weight is None else weight.to(dtype).sum()
     header = reference_shard.header(class_start, columns, sum_weights)
     return torch.cat([*statistics[:3], header, *statistics[3:]] if with_entropy else [*statistics, header]).unsqueeze(0)
-
-
-def _local_target(target: Tensor, class_start: int, columns: int, options: RowOptions) -> tuple[Tensor, dict[str, Any]]:
-    """The targets as columns of this rank, and options with which a row operator takes them."""
-    column = target.to(torch.int64) - class_start
-    is_here = (column >= 0) & (column < columns) & reference.is_counted(target, options.ignore_index)
-    return torch.where(is_here, column, _NOWHERE), options._replace(ignore_index=_NOWHERE).keywords()
 
 
 def join(
@@ -146,9 +142,7 @@ def join(
     )
     assert target_weight is not None and lse_coefficient is not None
     if Chunking(**fields).skip_ignored:
-        ignored = ~reference.is_counted(target, options.ignore_index)
-        lse = lse.masked_fill(ignored, float("inf"))
-        entropy = entropy.masked_fill(ignored, 0.0) if with_entropy else entropy
+        lse = lse.masked_fill(~reference.is_counted(target, options.ignore_index), float("inf"))
     return loss, lse, target_weight, lse_coefficient, entropy, lse_low
 
 
@@ -201,6 +195,7 @@ def join_statistics(
         parts = share * (gathered[:, gathered.shape[1] - num_entropies :] + distance)
         parts = torch.where(share == 0.0, 0.0, parts)
         entropy = (reference_shard.sum_in_order(parts) if in_rank_order else parts.sum(0)).view(target.shape)
+        entropy = torch.where(reference.is_counted(target, options.ignore_index), entropy, 0.0)
     return RowStatistics(loss, lse, target_weight, lse_coefficient, entropy, lse_low, at_ids)
 
 

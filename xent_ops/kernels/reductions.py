@@ -149,12 +149,13 @@ def row_summary(
     lse_square_scale: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(value, divisors, z-loss, share of counted rows that argmax hits).
+    """(value, divisors, z-loss, share of counted rows that argmax hits). Losses of ignored rows do not count.
 
     The divisors are those of a mean, or (0,) if they are given. Without argmax the last two are (0,).
     """
     loss_options, loss = LossOptions(options, lse_square_scale, reduction), loss.to(accumulator(loss))
     lse, made = lse.to(loss.dtype), loss.new_empty(0)
+    loss = torch.where(is_counted(target, options.ignore_index), loss, 0.0)
     if divisors is None:
         mean = loss_options._replace(reduction="mean")
         divisors = made = divisors_of(target, weight, token_weight, None, mean, loss.dtype)

@@ -115,7 +115,7 @@ def statistics(
     """(loss, lse, argmax, entropy, lse_low), each (...), argmax and entropy (0,) unless asked for.
 
     argmax is int64, the first index on ties. entropy = -sum_j softmax_j log softmax_j, where a class of probability 0
-    adds 0. With ``skip_ignored`` the lse of an ignored row is infinite, its argmax -1, its entropy 0.
+    adds 0; it is 0 in ignored rows. With ``skip_ignored`` the lse of an ignored row is infinite and its argmax -1.
     """
     if batch_invariant and target.numel() == 1:  # torch splits the sum of a single row over threads
         two = logits.reshape(1, -1).repeat(2, 1), target.reshape(1).repeat(2)
@@ -132,11 +132,11 @@ def statistics(
         log_p = x - maximum - log_sum  # not x - lse: the lse has been rounded
         p = log_p.exp()
         entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+        entropy = torch.where(is_counted(target, options.ignore_index), entropy, 0.0)
     if skip_ignored:
         counted = is_counted(target, options.ignore_index)
         lse, lse_low = torch.where(counted, lse, float("inf")), torch.where(counted, lse_low, 0.0)
         argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
-        entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
     return loss, lse, argmax, entropy, lse_low
 
 
@@ -239,8 +239,8 @@ def cross_entropy_backward(
     Kernels write it as A p_j - B [j == t] - C w_j, without the entropy's term: A = a lse_coefficient + b,
     B = a (1-e) w_t, C = a e/V.
 
-    An ignored row has a = w_t = 0 (the weight of an ignored class may be infinite). A row with a target out of range
-    has a = NaN.
+    An ignored row has a = c = w_t = 0 (the weight of an ignored class may be infinite). A row with a target out of
+    range has a = NaN.
     """
     width = logits.shape[-1]
     classes = width if num_classes is None else num_classes
@@ -257,7 +257,8 @@ def cross_entropy_backward(
     if weight is not None and lse_coefficient is not None:  # per column: the target may be in another slice
         at_target = at_target * weight
     if grad_entropy is not None:
-        passed = passed + grad_entropy.to(x.dtype).abs()
+        grad_entropy = torch.where(counted, grad_entropy.to(x.dtype), 0.0)
+        passed = passed + grad_entropy.abs()
     total, entropy, grad_entropy = fold_low(lse_low, total, entropy, grad_entropy)
     grad = softmax_gradient(x, lse, total, entropy, grad_entropy)
     # An ignored row has no target column: the weight of an ignored class may be infinite, and 0 * inf is NaN.

@@ -74,7 +74,8 @@ def gradient_rows(
     if options.label_smoothing > 0.0:
         bound = bound + c.abs() * (1.0 if weight is None else weight.abs().amax())
     if grad_entropy is not None:
-        bound = bound + grad_entropy.to(lse.dtype).abs() * max(1 / math.e, math.log(classes))
+        grad_entropy = torch.where(counted, grad_entropy.to(lse.dtype), 0.0)
+        bound = bound + grad_entropy.abs() * max(1 / math.e, math.log(classes))
     total, entropy, grad_entropy = reference.fold_low(lse_low, total, entropy, grad_entropy)
     number = torch.arange(first_row, first_row + lse.shape[0], device=lse.device)
     seed = lse.view(torch.int32) ^ ((number * 0x85EBCA6B) & 0x7FFFFFFF).to(torch.int32)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions
-from ..kernels.options import LossOptions
+from ..kernels.options import LossOptions, RowOptions
+from ..kernels.reference import is_counted
 from . import transforms
 from .contract import Call
 from .library import autograd, operator, save_nothing
@@ -69,6 +70,16 @@ def summary(
     row_args = (row_loss, lse, target, weight, token_weight, divisors, argmax)
     value, _, z_loss, accuracy = _ops.row_summary(*row_args, **loss.reduction_keywords())
     return value, z_loss, accuracy
+
+
+def counted_sum(values: Tensor, target: Tensor, divisor: Tensor | None, ignore_index: int) -> Tensor:
+    """The sum of numbers of rows over a divisor (). Numbers of ignored rows, even NaN, do not count."""
+    if _is_recorded(values, divisor):
+        total = torch.where(is_counted(target, ignore_index), values, 0.0).sum()
+        return total if divisor is None else total / divisor.to(total.dtype)
+    divisors, reduction = (None, "sum") if divisor is None else (divisor.expand(2), "mean")
+    keywords = LossOptions(RowOptions(ignore_index), reduction=reduction).reduction_keywords()
+    return _ops.row_summary(values, values, target, None, None, divisors, **keywords)[0]
 
 
 def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:

@@ -144,6 +144,7 @@ def backward_kernel(
         entropy = tl.cast(0.0, tl.float32)
         if HAS_ENTROPY:
             grad_entropy = tl.load(grad_entropy_ptr + row_index * grad_entropy_stride).to(tl.float32)
+            grad_entropy = tl.where(target == ignore_index, 0.0, grad_entropy)
             entropy = tl.load(entropy_ptr + row)
             live = live | (grad_entropy != 0.0)
         if live:

@@ -219,7 +219,8 @@ def forward_kernel(
             tl.store(lse_ptr + row, lse)
             tl.store(lse_low_ptr + row, lse_low)
             if HAS_ENTROPY:
-                tl.store(entropy_ptr + row, log_total - moment / total)
+                entropy = log_total - moment / total
+                tl.store(entropy_ptr + row, tl.where(target == ignore_index, 0.0, entropy))
             if HAS_ARGMAX:
                 first = _first_of(row_ptr + top_start + columns, lane, n_cols - top_start, top, logit_scale)
                 tl.store(argmax_ptr + row, (top_start + first).to(tl.int64))
@@ -227,3 +228,5 @@ def forward_kernel(
             tl.store(loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, float("inf"))
             tl.store(lse_low_ptr + row, 0.0)
+            if HAS_ENTROPY:
+                tl.store(entropy_ptr + row, 0.0)

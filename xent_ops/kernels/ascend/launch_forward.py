@@ -76,10 +76,8 @@ def cross_entropy_forward(
 ) -> tuple[Tensor, ...]:
     flags = {"with_argmax": with_argmax, "with_entropy": with_entropy, "skip_ignored": skip_ignored}
     loss, lse, argmax, entropy, lse_low = _forward(logits, target, weight, options, **flags)
-    if skip_ignored and (with_argmax or with_entropy):  # the kernel fills in the lse
-        counted = is_counted(target, options.ignore_index)
-        argmax = torch.where(counted, argmax, -1) if with_argmax else argmax
-        entropy = torch.where(counted, entropy, 0.0) if with_entropy else entropy
+    if skip_ignored and with_argmax:  # the kernel fills in the rest
+        argmax = torch.where(is_counted(target, options.ignore_index), argmax, -1)
     return loss, lse, argmax, entropy, lse_low
 
 

@@ -254,6 +254,7 @@ def backward_kernel(
     entropy = 0.0
     if FLAGS.entropy:
         grad_entropy = tl.load(grad_entropy_ptr + tl.cast(row, tl.int64) * grad_entropy_stride).to(ACC)
+        grad_entropy = tl.where(target == ignore_index, 0.0, grad_entropy)
         entropy = tl.load(entropy_ptr + row)
         live |= grad_entropy != 0.0
         entropy = tl.where(live, entropy, 0.0)

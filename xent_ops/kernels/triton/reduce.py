@@ -86,6 +86,8 @@ def reduce_kernel(
             target = tl.load(target_ptr + rows, mask=inside, other=0).to(tl.int64)
             counted = inside & (target != ignore_index)
             count = tl.where(counted, 1.0, 0.0).to(ACC)
+            if FLAGS.losses:
+                loss = tl.where(counted, loss, 0.0)
             if FLAGS.hits:
                 top = tl.load(argmax_ptr + rows, mask=counted, other=-1)
                 all_hits += tl.where(counted & (top == target), 1.0, 0.0).to(ACC)

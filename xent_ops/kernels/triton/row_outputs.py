@@ -75,8 +75,7 @@ def finish(
         entropy = log_total - moment / total
         if FLAGS.softcap == 2:  # as above
             entropy = tl.maximum(entropy, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if FLAGS.skip_ignored:
-            entropy = tl.where(target == ignore_index, 0.0, entropy)
+        entropy = tl.where(target == ignore_index, 0.0, entropy)
         tl.store(entropy_ptr + row, entropy, mask=exists)
     if FLAGS.argmax:
         first = tl.where(first < n_cols, first, 0)
