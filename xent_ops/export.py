@@ -25,7 +25,7 @@ _LOOPS: dict[str, Callable[..., Any]] = {
 }
 _FORMS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(loop, backend=exported.EXPORTED) for name, loop in _LOOPS.items()},
-    "token_logits": ids.statistics_of_rows,
+    "token_logits": functools.partial(ids.statistics_of_rows, writer=exported.Functional()),
     "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
     "linear_scale_grad": exported.scaled,
     "linear_cross_entropy_chunk": functools.partial(

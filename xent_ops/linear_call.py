@@ -23,7 +23,7 @@ _ops = torch.ops.xent
 class LinearCall(NamedTuple):
     """Plain tensors, all of them or one rank's part. distributed/consistency.py compares all fields between ranks."""
 
-    target: Tensor  # (...), a class index for each row; with several classes the first that counts
+    target: Tensor  # (...), a class index for each row; with several classes one of them
     input: Tensor  # (..., H)
     head: HeadSlice
     loss: LossOptions

@@ -1,17 +1,6 @@
 """Losses that learn the probabilities of a few classes per row, a teacher's top k, from logits or from hidden states.
 
-q is the softmax of the student, ids are the classes of a row, p_k are their probabilities, and r is the remainder:
-
-    loss = -sum_k p_k log q_k                  without a tail
-    loss = -sum_k p_k log q_k - r log q_r      with it: r = 1 - sum_k p_k, and q_r belongs to all other classes
-
-With a tail the operators give x of the ids and o, the lse of all other classes (``mask_ids``). L is the lse of all::
-
-    L = log(exp(o) + sum of exp(x_k) over different ids);  log q_k = x_k - L;  log q_r = o - L
-    m = sum_k p_k + r;  d loss / d x_k = m q_k - p_k;  d loss / d o = m q_r - r
-
-The first of equal ids has m q_k, and each has its own p_k. Without a tail L is known: its derivative is m, that of x_k
-is -p_k. A z-loss s L^2 adds 2 s L to m. Weights of tokens multiply p_k, r and s once, before the chunks.
+kernels/reference_top_k.py has the formula.
 """
 
 from __future__ import annotations
@@ -24,25 +13,22 @@ from torch import Tensor
 
 from .head.loop import RowGradients, RowRange
 from .head.shard import RowStatistics
-from .kernels.options import Reduction
-from .kernels.reductions import counted_weights, times
+from .kernels.options import LossOptions, Reduction
 from .kernels.reference import accumulator, is_counted
+from .kernels.reference_top_k import most
 from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, transforms
 from .ops.dtensors import refuse_dtensors
+from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
 from .token_function import TokenRows, Values, loss_of_head
 
 _ops = torch.ops.xent
-_OVER = 1e-3  # probabilities may add up to 1 + _OVER
 
 
 class TopK(TokenRows):
-    """The loss of each row, from x of its ids and an lse, and its derivatives.
-
-    Its rows are p_k and with a tail r, then which ids have no equal before them, then the factor of the z-loss.
-    """
+    """The loss of each row, from x of its ids and an lse. Its rows are the probabilities, and weights of tokens."""
 
     def __init__(
         self,
@@ -51,90 +37,33 @@ class TopK(TokenRows):
         probs: Tensor,
         tail: bool,
         token_weight: Tensor | None,
-        lse_square_scale: float,
-        ignore_index: int,
+        loss: LossOptions,
         dtype: torch.dtype,
     ) -> None:
-        self.mask_ids, self.has_z_loss = tail, lse_square_scale != 0.0
-        counted, factors = is_counted(ids, ignore_index), None
-        values = torch.where(counted, probs.detach().to(dtype), 0.0)
-        total = values.sum(-1, keepdim=True)
-        wrong = total != total.clamp(0.0, _most(probs) if tail else None)
-        if tail:
-            rest = torch.where(counted.any(-1, keepdim=True), (1.0 - total).clamp(min=0.0), 0.0)
-            values = torch.cat([values, rest], -1)
-        values = torch.where(wrong, float("nan"), values)
-        if token_weight is not None:
-            factors = counted_weights(token_weight.detach(), target, ignore_index, dtype)
-            values = times(values, factors.unsqueeze(-1))
-        rows = [values]
-        if tail:
-            rows.append(torch.nn.functional.pad(counted & _is_first(ids), (0, 1), value=True))
-        if self.has_z_loss:
-            rows.append(lse_square_scale * (is_counted(target, ignore_index).to(dtype) if factors is None else factors))
+        self.mask_ids, ignore_index = tail, loss.row_options.ignore_index
+        self.options = {"ignore_index": ignore_index, "lse_square_scale": loss.lse_square_scale}
+        rows = [row.detach() for row in (probs, token_weight) if row is not None]
         super().__init__(rows, target, ignore_index, dtype, ids)
 
     def upstream_of_parts(self, parts: int, divisor: Tensor, values: Values) -> Callable[..., RowGradients]:
-        rows = self._rows(parts, self.number // parts)
+        rows = self._rows(parts, self.number // parts)[:-1]
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
-            loss, probs, softmax, lse, z_factor = self._losses(
-                statistics.at_ids, statistics.lse, [part.of(row) for row in rows]
-            )
+            row_values = [part.of(row) for row in rows]
+            loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
             values.append((loss, part.target))
-            total = probs.sum(-1)
-            if z_factor is not None:
-                total = total + times(2 * lse, z_factor)
-            if softmax is None:
-                grad_ids, grad_lse = -probs / divisor, total / divisor
-            else:  # a row of weight 0 gets no gradient, even if its softmax is NaN
-                grads = (times(softmax, total.unsqueeze(-1)) - probs) / divisor
-                grad_ids, grad_lse = grads[:, :-1], grads[:, -1]
-            return RowGradients(grad_lse.new_zeros(()), grad_lse, grad_ids=grad_ids)
+            return RowGradients(grad_lse.new_zeros(()), grad_lse / divisor, grad_ids=grad_ids / divisor)
 
         return upstream
 
     def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
-        rows, counted = self._rows(self.number), is_counted(target, self.ignore_index).reshape(-1)
-        lse = torch.where(counted, lse.reshape(-1), 0.0)  # that of a row that was not computed is infinite
-        return self._losses(loss_or_at_ids.reshape(rows[-1].shape), lse, rows)[0]
+        *rows, ids = self._rows(self.number)
+        return self._losses(loss_or_at_ids.reshape(ids.shape), lse.reshape(-1), ids, *rows)[0]
 
-    def _losses(
-        self, at_ids: Tensor | None, lse: Tensor, rows: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-        """(losses, p and r, q with a tail, L, the factor of the z-loss) of n rows."""
-        assert at_ids is not None
-        probs, softmax, z_factor = rows[0], None, rows[-2] if self.has_z_loss else None
-        if not self.mask_ids:
-            log_probs = at_ids - lse.unsqueeze(-1)
-        else:
-            # If no other class is left, o is -inf, and so would be log q_r: the remainder is left out.
-            rest = torch.where(lse == float("-inf"), 0.0, probs[:, -1])
-            probs = torch.cat([probs[:, :-1], rest.unsqueeze(-1)], -1)
-            x = torch.cat([at_ids, lse.unsqueeze(-1)], -1)
-            different = torch.where(rows[1], x, float("-inf"))
-            # Not torch.logsumexp: it guards on the number of rows, which may depend on data.
-            shift = different.amax(-1, keepdim=True).detach()
-            shares = torch.exp(different - shift)
-            total = shares.sum(-1, keepdim=True)
-            log_total = total.log()
-            log_probs, softmax, lse = x - shift - log_total, shares / total, (shift + log_total).squeeze(-1)
-        loss = -torch.where(probs == 0.0, 0.0, probs * log_probs).sum(-1)  # 0 log 0 is 0
-        if z_factor is not None:
-            loss = loss + times(lse.square(), z_factor)
-        return loss, probs, softmax, lse, z_factor
-
-
-def _most(probs: Tensor) -> float:
-    """The largest sum of probabilities. Each is rounded, and so is the sum that they were divided by: twice eps / 2."""
-    return 1.0 + max(_OVER, torch.finfo(probs.dtype).eps)
-
-
-def _is_first(ids: Tensor) -> Tensor:
-    """(..., K): no earlier place of the row has the same id. A sort: comparing all pairs would take K times as much."""
-    values, order = ids.sort(dim=-1, stable=True)
-    first = torch.ones_like(ids, dtype=torch.bool)
-    return first.scatter(-1, order[..., 1:], values[..., 1:] != values[..., :-1])
+    def _losses(self, at_ids: Any, lse: Tensor, ids: Any, probs: Tensor, token_weight: Tensor | None = None) -> Any:
+        """(losses, their derivatives by at_ids, and by lse) of n rows."""
+        args = (at_ids, lse, ids, probs, token_weight, self.mask_ids)
+        return differentiable("top_k_distillation", *args, **self.options)
 
 
 def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any) -> None:
@@ -155,10 +84,10 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
         return
     values = torch.where(is_counted(ids, arguments.integer("ignore_index", ignore_index)), probs, 0.0)
     checks.refuse_log_probabilities("probs", values)
-    most, largest = _most(probs), float(values.to(torch.float64).sum(-1).max())
-    if tail and largest > most:
+    limit, largest = most(probs), float(values.to(torch.float64).sum(-1).max())
+    if tail and largest > limit:
         raise ValueError(
-            f"probs of a row add up to {largest}; expected at most {most}: with tail=True the other classes have what "
+            f"probs of a row add up to {largest}; expected at most {limit}: with tail=True the other classes have what "
             "they leave of one"
         )
 
@@ -166,8 +95,7 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
 def bind_loss(call: LinearCall, probs: Tensor, tail: bool) -> tuple[LinearCall, TopK]:
     """The call as a sum of a function of rows, which applies the z-loss and the token weights."""
     assert call.ids is not None
-    ignore_index, scale = call.loss.row_options.ignore_index, call.loss.lse_square_scale
-    function = TopK(call.target, call.ids, probs, tail, call.token_weight, scale, ignore_index, accumulator(call.input))
+    function = TopK(call.target, call.ids, probs, tail, call.token_weight, call.loss, accumulator(call.input))
     call = call.as_sum()
     return call._replace(loss=call.loss._replace(lse_square_scale=0.0), token_weight=None), function
 
@@ -285,7 +213,7 @@ def top_k_distillation_loss(
     options, dtype = loss.row_options, accumulator(input)
     target, _ = target_and_ids(ids, input.dim() - 1, options.ignore_index)
     checks.token_weight(token_weight, target)
-    function = TopK(target, ids, probs, tail, token_weight, loss.lse_square_scale, options.ignore_index, dtype)
+    function = TopK(target, ids, probs, tail, token_weight, loss, dtype)
     at_ids, lse, entropy = _ops.token_logits(
         arguments.classes_last(input, -1), ids, mask_ids=tail, **options.keywords()
     )

@@ -51,6 +51,9 @@ linear_distillation_chunk: input; H=input V=linear_weight G=teacher_input T=teac
 linear_distillation_chunk_grad_: logits; V=linear_weight H=linear_weight; target logits
 linear_cross_entropy_shard: input; H=input V=linear_weight; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
 linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
+row_targets: ids; K=ids; no rule
+ids_forward: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
+mask_ids_: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
 token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
 token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
@@ -61,6 +64,7 @@ cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softc
 cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
 soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
 soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
+top_k_distillation: ids; K=ids; token_weight lse_square_scale
 cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap logit_scale with_entropy
 scale_grad_: grad; columns=grad; no rule""",
     )
@@ -79,10 +83,10 @@ reduction=none never: cross_entropy_reduced row_divisors row_summary cross_entro
 grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk_grad_
-class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_grad_ distillation_forward distillation_backward distillation_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
+class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_forward mask_ids_ ids_grad_ distillation_forward distillation_backward distillation_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
 divisor with reduction: row_divisors linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
 mask_ids not beside all others: token_logits token_logits_backward linear_token_logits linear_token_logits_backward
-label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token_logits linear_token_logits_backward
+label_smoothing never: token_logits token_logits_backward ids_forward mask_ids_ ids_grad_ linear_token_logits linear_token_logits_backward
 joined with class_start num_classes beta: distillation_forward
 num_classes never: distillation_forward distillation_backward distillation_backward_ distillation_with_grad distillation_with_grad_ linear_distillation_forward linear_distillation_backward linear_distillation_with_grad
 batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad linear_cross_entropy_shard linear_cross_entropy_shard_join

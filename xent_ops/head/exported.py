@@ -29,6 +29,13 @@ class Functional(OutOfPlace):
     ) -> Tensor:
         return reference_ids.ids_grad(gradient, *column_args, options=options)
 
+    def mask_columns(
+        self, logits: Tensor, columns: int, ids: Tensor, class_range: tuple[int, int | None], options: RowOptions
+    ) -> tuple[Tensor, Tensor]:
+        at = reference_ids.columns(ids, columns, *class_range, options.ignore_index)
+        at_ids = reference_ids.gather(logits[..., :columns], at, options)
+        return at_ids, logits.scatter(-1, *reference_ids.masked(logits, at, options)) if columns > 0 else logits
+
 
 class ExportedProducts(Functional):
     """The interface of ``Products``."""

@@ -1,7 +1,6 @@
 """Several classes per row, ``ids`` (..., K): x of each, lse and entropy, from logits or from a head by chunks.
 
-The row operators compute the lse and the entropy; their target is the first counted id of the row. Plain torch computes
-x of the ids: kernels/reference_ids.py.
+The row operators compute the lse and the entropy; their target is one of the row's ids (``row_targets``).
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ def statistics_of_rows(
     writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
-    at = reference_ids.columns(ids, logits.shape[-1], 0, None, options.ignore_index)
-    at_ids, masked = reference_ids.gather(logits, at, options), None
+    columns, keywords = logits.shape[-1], options.keywords()
     if mask_ids:
-        masked = reference_ids.mask(logits, at, options)
-        logits = writer.scatter(logits, masked.column, masked.value)
-    target = reference_ids.first_counted(ids, options.ignore_index)
+        at_ids, logits = writer.mask_columns(logits, columns, ids, (0, None), options)
+    else:
+        at_ids = _ops.ids_forward(logits, ids, **keywords)
+    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
     flags = (False, with_entropy, batch_invariant)
-    _, lse, _, entropy, _ = _ops.cross_entropy_forward(logits, target, None, *flags, **options.keywords())
-    return at_ids, lse if masked is None else masked.lse(lse, logits.shape[-1], options), entropy
+    _, lse, _, entropy, _ = _ops.cross_entropy_forward(logits, target, None, *flags, **keywords)
+    return at_ids, reference_ids.lse_of_others(lse, ids, columns, options=options) if mask_ids else lse, entropy
 
 
 def gradient(
@@ -61,17 +60,14 @@ def gradient(
     num_classes: int | None = None,
     grad_dtype: torch.dtype | None = None,
     writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
-    target: Tensor | None = None,  # (...), the first counted ids of a chunk whose logits have been masked
+    target: Tensor | None = None,  # (...), the ``row_targets`` of a chunk whose logits have been masked
 ) -> Tensor:
     """(..., columns), written over the logits or to new memory."""
     if target is None:
-        target = reference_ids.first_counted(ids, options.ignore_index)
+        target = _ops.row_targets(ids, ignore_index=options.ignore_index)
         if mask_ids:
-            at = reference_ids.columns(ids, logits.shape[-1], 0, None, options.ignore_index)
-            masked = reference_ids.mask(logits, at, options)
-            logits = writer.scatter(logits, masked.column, masked.value)
+            _, logits = writer.mask_columns(logits, logits.shape[-1], ids, (0, None), options)
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
-    grad_lse = torch.where(at_ids.isnan().any(-1), float("nan"), grad_lse)  # NaN also for an id that is no class
     slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
     (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **options.keywords())
@@ -95,7 +91,8 @@ def statistics(
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
-    flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
+    flat, chunking = as_rows(input), Chunking(**fields)
+    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking)
 
@@ -127,7 +124,8 @@ def gradients(
     **fields: Any,
 ) -> Gradients:
     """Compute the logits again. The gradients have the inputs' dtype, or are (0,) if the mask does not want them."""
-    flat, chunking, target = as_rows(input), Chunking(**fields), reference_ids.first_counted(ids, options.ignore_index)
+    flat, chunking = as_rows(input), Chunking(**fields)
+    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
     grads = [
         rows.pack_rows(grad_ids.to(lse.dtype)),

@@ -63,8 +63,11 @@ class InPlace:
         _ops.ids_grad_(front_of(gradient, dtype), *column_args, **options.keywords())
         return gradient
 
-    def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
-        return logits.scatter_(-1, column, value)
+    def mask_columns(
+        self, logits: Tensor, columns: int, ids: Tensor, class_range: tuple[int, int | None], options: RowOptions
+    ) -> tuple[Tensor, Tensor]:
+        """(x of the ids, the logits). The columns of the ids, among the first ``columns``, are masked."""
+        return _ops.mask_ids_(logits[..., :columns], ids, *class_range, **options.keywords()), logits
 
 
 class OutOfPlace(InPlace):
@@ -74,8 +77,10 @@ class OutOfPlace(InPlace):
         results = getattr(_ops, name)(*args, **options)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
-    def scatter(self, logits: Tensor, column: Tensor, value: Tensor) -> Tensor:
-        return logits.scatter(-1, column, value)
+    def mask_columns(
+        self, logits: Tensor, columns: int, ids: Tensor, class_range: tuple[int, int | None], options: RowOptions
+    ) -> tuple[Tensor, Tensor]:
+        return super().mask_columns(logits.clone(), columns, ids, class_range, options)
 
 
 class Products(InPlace):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..kernels import reference, reference_ids, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
-from ..kernels.reference_ids import Masked
 from ..kernels.rows import front_of, padded_classes
 from .backend import IN_MEMORY, Backend
 from .chunks import as_rows, classes_of
@@ -224,16 +223,13 @@ def chunk(
     """(the packed statistics of this rank, the logits). Rows after the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
-    columns, masked, at_ids = head.shape[0], None, None
-    if ids is not None:
-        class_logits = logits[:, :columns]
-        at = reference_ids.columns(ids, columns, class_start, num_classes, options.ignore_index)
-        at_ids = reference_ids.gather(class_logits, at, options)
-        if mask_ids and columns > 0:
-            masked = reference_ids.mask(class_logits, at, options)
-            logits = writer.scatter(logits, masked.column, masked.value)
+    columns, at_ids = head.shape[0], None
+    if ids is not None and mask_ids:
+        at_ids, logits = writer.mask_columns(logits, columns, ids, (class_start, num_classes), options)
+    elif ids is not None:
+        at_ids = _ops.ids_forward(logits[:, :columns], ids, class_start, num_classes, **options.keywords())
     slice_args = (logits[:, :columns], target, class_start, num_classes, weight)
-    return chunk_statistics(*slice_args, with_entropy, at_ids, masked, options), logits
+    return chunk_statistics(*slice_args, with_entropy, at_ids, ids if mask_ids else None, options), logits
 
 
 def padded_logits(
@@ -265,7 +261,7 @@ def chunk_statistics(
     weight: Tensor | None,
     with_entropy: bool,
     at_ids: Tensor | None,
-    masked: Masked | None,
+    masked_ids: Tensor | None,
     options: RowOptions,
 ) -> Tensor:
     """The packed statistics of this rank."""
@@ -274,14 +270,16 @@ def chunk_statistics(
         loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(
             logits, target, weight, False, with_entropy, **options.keywords()
         )
-        lse = lse if masked is None else masked.lse(lse, logits.shape[1], options)
+        if masked_ids is not None:
+            lse = reference_ids.lse_of_others(lse, masked_ids, logits.shape[1], options=options)
         columns = (loss, lse, lse_low, entropy) if with_entropy else (loss, lse, lse_low)
         rows = [value.unsqueeze(0) for value in columns]
         return torch.cat(rows if ids_rows is None else [*rows, ids_rows])
     slice_args = (logits, target, class_start, num_classes, weight)
-    if masked is not None:
+    if masked_ids is not None and logits.shape[1] > 0:
         lse, *other_statistics = _statistics_by_lse(logits, target, class_start, False, options)
-        statistics = (masked.lse(lse, logits.shape[1], options), *other_statistics)
+        ids_args = (masked_ids, logits.shape[1], class_start, num_classes)
+        statistics = (reference_ids.lse_of_others(lse, *ids_args, options=options), *other_statistics)
         packed = pack_statistics(statistics, class_start, logits.shape[1], weight, False)
     elif with_entropy:
         with_entropies = rank_statistics(*slice_args, True, options)

@@ -1,4 +1,4 @@
-"""Several classes per row, ``ids`` (n, K): their x, and the gradient of their columns. Plain torch, on every device.
+"""Several classes per row, ``ids`` (n, K): their x, and the gradient of their columns.
 
 g_k is d loss / d x of the k-th id. The other letters are those of reference.cross_entropy_backward:
 
@@ -24,11 +24,16 @@ from .reference import accumulator, activation, activation_derivative, is_counte
 _PAIRS = 4096  # pairs of a row's ids that are compared at a time: with 2048 rows 32 MiB, for any K
 
 
-def first_counted(ids: Tensor, ignore_index: int) -> Tensor:
-    """(...): the first counted id of a row, or ignore_index if there is none. It serves as the row's target."""
+def row_targets(ids: Tensor, *, options: RowOptions = DEFAULTS) -> Tensor:
+    """(...): a counted id of each row, which serves as its target, or ignore_index if there is none.
+
+    If an id is no class, it is such a one: then the row operators give NaN, or raise. So it is the largest id, or the
+    smallest if that is below 0.
+    """
     ids = ids.to(torch.int64)
-    position = is_counted(ids, ignore_index).to(torch.int8).argmax(-1, keepdim=True)
-    return ids.gather(-1, position).squeeze(-1)
+    counted = is_counted(ids, options.ignore_index)
+    smallest, largest = torch.where(counted, ids, 0).amin(-1), torch.where(counted, ids, -1).amax(-1)
+    return torch.where(smallest < 0, smallest, torch.where(largest < 0, options.ignore_index, largest))
 
 
 class Columns(NamedTuple):
@@ -55,6 +60,24 @@ def gather(logits: Tensor, at: Columns, options: RowOptions) -> Tensor:
     else:
         x = torch.where(at.here, activation(logits.gather(-1, at.column), options), 0.0)
     return torch.where(at.invalid, float("nan"), x)
+
+
+def ids_forward(
+    logits: Tensor, ids: Tensor, class_start: int = 0, num_classes: int | None = None, *, options: RowOptions = DEFAULTS
+) -> Tensor:
+    """``gather`` as an operator."""
+    return gather(logits, columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index), options)
+
+
+def mask_ids_(
+    logits: Tensor, ids: Tensor, class_start: int = 0, num_classes: int | None = None, *, options: RowOptions = DEFAULTS
+) -> Tensor:
+    """``ids_forward``, and the columns of the ids in this slice are masked."""
+    at = columns(ids, logits.shape[-1], class_start, num_classes, options.ignore_index)
+    x = gather(logits, at, options)
+    if logits.shape[-1] > 0:
+        logits.scatter_(-1, *masked(logits, at, options))
+    return x
 
 
 def ids_grad_(grad_logits: Tensor, *args: Any, **keywords: Any) -> None:
@@ -107,27 +130,32 @@ def _to_write(at: Columns, value: Tensor | float, logits: Tensor) -> tuple[Tenso
     return column, torch.where(at.here.any(-1, keepdim=True), value, logits.gather(-1, column))
 
 
-def mask(logits: Tensor, at: Columns, options: RowOptions) -> Masked:
-    """The masking values for the columns of the ids in this slice. ``logits``: (..., columns), at least one column."""
-    column, value = _to_write(at, float("-inf") if options.is_increasing else float("inf"), logits)
-    if options.softcap is None:
-        return Masked(column, value)
-    masked = torch.where(at.here, at.column, -1).sort(dim=-1).values
-    number = (masked[..., 1:] != masked[..., :-1]).sum(-1) + (masked[..., 0] >= 0)
-    return Masked(column, value, number)
+def masked(logits: Tensor, at: Columns, options: RowOptions) -> tuple[Tensor, Tensor]:
+    """(column, value), each (..., K): the columns to mask, and with what. ``logits``: at least one column."""
+    return _to_write(at, masking_value(options), logits)
 
 
-class Masked(NamedTuple):
-    column: Tensor  # (..., K)
-    value: Tensor  # (..., K): the value to write there
-    number: Tensor | None = None  # (...): the number of masked columns, with a softcap
+def masking_value(options: RowOptions) -> float:
+    return float("-inf") if options.is_increasing else float("inf")
 
-    def lse(self, lse: Tensor, width: int, options: RowOptions) -> Tensor:
-        """The lse of the unmasked columns, from the kernels' lse of all ``width`` columns."""
-        if options.softcap is None or self.number is None:  # x of a masked logit is -inf
-            return lse
-        share = self.number * torch.exp(-options.softcap - lse)  # x of a masked logit is -softcap
-        return torch.where(self.number == width, float("-inf"), lse + torch.log1p(-share))
+
+def lse_of_others(
+    lse: Tensor,
+    ids: Tensor,
+    width: int,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+) -> Tensor:
+    """(...): the lse of the columns that were not masked, from the kernels' lse of all ``width`` columns."""
+    if options.softcap is None:  # x of a masked logit is -inf
+        return lse
+    at = columns(ids, width, class_start, num_classes, options.ignore_index)
+    column = torch.where(at.here, at.column, -1).sort(dim=-1).values
+    number = (column[..., 1:] != column[..., :-1]).sum(-1) + (column[..., 0] >= 0)
+    share = number * torch.exp(-options.softcap - lse)  # x of a masked logit is -softcap
+    return torch.where(number == width, float("-inf"), lse + torch.log1p(-share))
 
 
 def _added_up(at: Columns, values: Tensor) -> Tensor:

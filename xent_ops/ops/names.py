@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "target": ("index", "...", "one class index for each row of the {primary}"),
     "probabilities": ("float", "... V", "one probability for each logit"),
     "ids": ("index", "... K", "K classes of each row of the {primary}"),
+    "probs": ("float", "... K", "a probability for each of the ids"),
     "weight": ("float", "V", "one weight a class"),
     "token_weight": ("any", "...", "one number for each target"),
     # Computed by a forward.

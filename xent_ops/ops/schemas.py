@@ -113,10 +113,22 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"Tensor lse, Tensor? entropy=None, {MASK_IDS}, *, {OPTIONS}) -> Tensor grad_logits",
         None,
     ),
+    # One of the ids, which serves as the target of their row.
+    "row_targets": ("(Tensor ids, *, SymInt ignore_index=-100) -> Tensor target", None),
+    "ids_forward": (f"(Tensor logits, Tensor ids, {SLICE}, *, {OPTIONS}) -> Tensor at_ids", None),
+    # The same, and the columns of the ids are masked.
+    "mask_ids_": (f"(Tensor(a!) logits, Tensor ids, {SLICE}, *, {OPTIONS}) -> Tensor at_ids", None),
     # Writes the columns of the ids. cross_entropy_backward has written the others before.
     "ids_grad_": (
         "(Tensor(a!) grad_logits, Tensor ids, Tensor at_ids, Tensor grad_ids, Tensor grad_lse, Tensor lse, "
         f"Tensor? grad_entropy=None, Tensor? entropy=None, {SLICE}, *, {OPTIONS}) -> ()",
+        None,
+    ),
+    # Losses of rows whose ids have these probabilities, and their derivatives. With a tail all other classes are one
+    # more, and the lse is theirs: that of mask_ids.
+    "top_k_distillation": (
+        f"(Tensor at_ids, Tensor lse, Tensor ids, Tensor probs, {TOKEN_WEIGHT}, bool tail=False, *, "
+        f"SymInt ignore_index=-100, {LSE_SQUARE}) -> (Tensor loss, Tensor grad_ids, Tensor grad_lse)",
         None,
     ),
     # Class probabilities as targets, (..., V) like the logits.
@@ -296,4 +308,5 @@ for _name, (_schema, _overwrites) in DECLARED.items():
 
 # Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are written in Python, and several
 # classes per row. A package for a process without Python takes heads from ``xent_ops.decompositions``.
-PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(("linear_", "token_logits", "ids_grad", "attach_")))
+_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k_", "attach_")
+PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(_PREFIXES))

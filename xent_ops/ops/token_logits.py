@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..head import ids as head_ids
 from ..kernels import reference_ids
-from ..kernels.reference_ids import first_counted
 from . import checks
 from .contract import Call
 from .library import Gradients, autograd, operator, run_backward, save_for, save_nothing, saved
@@ -22,7 +22,7 @@ def target_and_ids(target: Tensor, rows: int, ignore_index: int) -> tuple[Tensor
         return target, None
     checks.dtype("target", target, checks.INDICES)
     at_least_one_class(target)
-    return first_counted(target, ignore_index), target
+    return torch.ops.xent.row_targets(target, ignore_index=ignore_index), target
 
 
 def at_least_one_class(target: Tensor) -> None:
@@ -51,6 +51,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> Gradients:
     return {"logits": run_backward(ctx, None, **upstream(ctx, *grads))}
 
 
+operator("row_targets", reference=reference_ids.row_targets, results={"target": ("int64", "...", "")})
+operator("ids_forward", reference=reference_ids.ids_forward)
+operator("mask_ids_", reference=reference_ids.mask_ids_, overwrites="logits")
 operator("ids_grad_", reference=reference_ids.ids_grad_, overwrites="grad_logits")
 
 operator(
