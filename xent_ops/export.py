@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .head import cross_entropy, distillation, distillation_shard, exported, ids, shard
+from .head import chunk, cross_entropy, distillation, distillation_shard, exported, ids, shard
 from .ops.library import OPERATORS, Operator
 
 # They replace kernels that write to memory or read values. The other operators have a reference in plain torch.
@@ -29,7 +29,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
     "linear_scale_grad": exported.scaled,
     "linear_cross_entropy_chunk": functools.partial(
-        shard.chunk, padded=exported.padded_logits, writer=exported.Functional()
+        chunk.chunk, padded=exported.padded_logits, writer=exported.Functional()
     ),
     "linear_distillation_chunk": functools.partial(distillation_shard.chunk, padded=exported.padded_logits),
 }

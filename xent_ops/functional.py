@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
-from .ops import arguments, checks, function, transforms
+from .ops import arguments, checks, function, scalars, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.library import refuse
@@ -36,9 +36,9 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) ->
         Traceback (most recent call last):
         IndexError: target 3 is out of bounds: valid are 0 to 2 and ignore_index=-100 (1 of 3 targets are out of ...
     """
-    arguments.class_indices(target)
-    num_classes = arguments.at_least_one("num_classes", num_classes)
-    checks.target_values(target, num_classes, arguments.integer("ignore_index", ignore_index))
+    arguments.required("target", target)
+    num_classes = scalars.at_least_one("num_classes", num_classes)
+    checks.target_values(target, num_classes, scalars.integer("ignore_index", ignore_index))
 
 
 def refuse_token_weight(where: str, token_weight: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import functional, linear
 from .kernels.options import HeadProducts, Reduction
-from .ops import arguments, checks
+from .ops import arguments, checks, scalars
 from .ops.message_values import type_name
 
 
@@ -52,7 +52,7 @@ class CrossEntropyLoss(nn.Module):
         )
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         self.register_buffer("weight", weight)
-        self.dim = arguments.integer("dim", dim)
+        self.dim = scalars.integer("dim", dim)
         self.inplace_backward = arguments.boolean("inplace_backward", inplace_backward)
         self.grad_in_forward = arguments.boolean("grad_in_forward", grad_in_forward)
 
@@ -89,7 +89,7 @@ def _size(name: str, value: Any) -> int | None:
             f"{name} must be an integer, got {type_name(value)}; LinearCrossEntropyLoss(tied_weight=...) takes "
             "the weight of a head that is there already"
         )
-    return None if value is None else arguments.at_least_one(name, value)
+    return None if value is None else scalars.at_least_one(name, value)
 
 
 def _tied(

@@ -328,4 +328,4 @@ def _checked_rows(rows: Any, target: Tensor) -> list[Tensor]:
             raise RuntimeError(
                 f"{name} requires grad, which would be lost: detach it. Where it should be learned, {_INSTEAD}"
             )
-    return [row.detach().clone() for row in rows]  # copies for a function that writes to them
+    return [row.clone() for row in rows]  # for a function that writes to them

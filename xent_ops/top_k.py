@@ -17,7 +17,7 @@ from .kernels.options import LossOptions, Reduction
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_top_k import most
 from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
-from .ops import arguments, checks, transforms
+from .ops import arguments, checks, scalars, transforms
 from .ops.dtensors import refuse_dtensors
 from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
@@ -82,7 +82,7 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
         raise RuntimeError("probs requires grad, and the loss has no derivative for it: detach it")
     if probs.device.type != "cpu" or transforms.is_traced() or probs.numel() == 0:  # the rest reads values
         return
-    values = torch.where(is_counted(ids, arguments.integer("ignore_index", ignore_index)), probs, 0.0)
+    values = torch.where(is_counted(ids, scalars.integer("ignore_index", ignore_index)), probs, 0.0)
     checks.refuse_log_probabilities("probs", values)
     limit, largest = most(probs), float(values.to(torch.float64).sum(-1).max())
     if tail and largest > limit:

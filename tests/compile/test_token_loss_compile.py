@@ -62,7 +62,11 @@ def test_the_graphs(device):
     # Of the operators that write, the functional graph has others in their place.
     assert ours == ["linear_cross_entropy_chunk", "linear_cross_entropy_chunk", "attach_gradients"]
     assert sum("auto_functionalized" in name for name in operator_names(forward)) == 4
-    tried = [node for node in forward.graph.nodes if node.target is torch.ops.aten.exp.default and node.meta["val"].shape == (2,)]
+    tried = [
+        node
+        for node in forward.graph.nodes
+        if node.target is torch.ops.aten.exp.default and node.meta["val"].shape == (2,)
+    ]
     assert not tried
     assert not any("mm" in name for name in operator_names(backward))
 

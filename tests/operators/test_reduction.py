@@ -80,10 +80,11 @@ def test_divisors_and_factors(device, shape, reduction, weighted, by_token, dtyp
 
 
 @pytest.mark.parametrize("shape, reduction, weighted, by_token, dtype", CASES, ids=str)
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [None, (3, 5), 4], ids=str)
 def test_summary(device, shape, reduction, weighted, by_token, dtype, given):
     rows = Rows(shape, weighted, by_token, dtype, device)
-    divisors = torch.tensor([3, 5], device=device) if given else None
+    """``given``: two divisors, or one number for both, expanded."""
+    divisors = torch.tensor(given, device=device).expand(2) if given else None
     by = divisors.double() if given else rows.divisors
     sums = rows.sums() / by if reduction == "mean" else rows.sums()
     args = (rows.loss, rows.lse, rows.target, rows.weight, rows.token_weight, divisors)

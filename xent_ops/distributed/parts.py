@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.options import RowOptions
-from ..ops import arguments
+from ..ops import scalars
 from ..ops.dtensors import refuse_dtensor
 from ..ops.library import below_autograd
 from .groups import Ranks
@@ -51,8 +51,8 @@ def shard_range_of(logits: Tensor, num_classes: Any, class_start: Any, ranks: Ra
 
 
 def shard_range_of_width(width: int, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
-    start = None if class_start is None else arguments.integer("class_start", class_start)
-    num_classes = arguments.integer("num_classes", num_classes)
+    start = None if class_start is None else scalars.integer("class_start", class_start)
+    num_classes = scalars.integer("num_classes", num_classes)
     return first_class(width, start, num_classes, ranks), num_classes
 
 

@@ -23,8 +23,8 @@ from ..kernels.distillation import Distillation
 from ..kernels.reference import is_counted
 from ..kernels.reference_ids import columns, gather
 from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
+from .chunk import padded_logits
 from .chunks import classes_of
-from .shard import padded_logits
 
 _ops = torch.ops.xent
 _NO_SHARE = float("-inf")  # the logarithm of the share of a slice without probability

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels import reference, reference_ids
 from ..kernels.options import Chunking, RowOptions
+from ..kernels.reference_with_grad import scaled_grad
 from ..kernels.rows import padded_classes
 from ..kernels.sizes import size_hint, symbolic
 from .backend import Backend, rows_to_compute
@@ -114,7 +115,7 @@ class ExportedProducts(Functional):
             if self.mask[0]:
                 row_factors = self.rows.unpack(factors.rows, 0).view(*shape[:-1], 1)
                 grad_input = (grad_input * row_factors).to(grad_input.dtype)
-            weight, bias = (reference.scaled_grad(grad, factors.largest) for grad in (weight, bias))
+            weight, bias = (scaled_grad(grad, factors.largest) for grad in (weight, bias))
         return grad_input, weight, bias
 
 
@@ -134,7 +135,7 @@ def padded_logits(
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """Always a copy: an operator must not return one of its arguments."""
-    return reference.scaled_grad(grad, factor).contiguous()
+    return scaled_grad(grad, factor).contiguous()
 
 
 def _rows_to_compute(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
 from ..kernels.reference import columns_of
+from ..kernels.rows import first_columns
 from . import shard
 from .chunks import as_rows
 from .float16 import Split
@@ -97,7 +98,10 @@ class RowRange(NamedTuple):
 
     def of(self, values: Tensor, fill: int = 0) -> Tensor:
         """(ranks, N, ...) to (n, ...)."""
-        return filled_up(values[:, self.start : self.stop], self.added, fill, dim=1).flatten(0, 1)
+        number = values.shape[1]
+        if not (type(number) is type(self.stop) is int and self.start == 0 and self.stop == number):
+            values = values[:, self.start : self.stop]
+        return filled_up(values, self.added, fill, dim=1).flatten(0, 1)
 
 
 ChunkLogits = tuple[Tensor, ...]  # one tensor per head; a chunk keeps them from its first product to its last
@@ -159,7 +163,7 @@ class _CrossEntropy:
         slice_args, ids_per_row = (shard_range, weight_of_classes), 0 if part.ids is None else part.ids.shape[1]
         rows = shard.join_statistics(
             self.ranks.wait(gathered),
-            logits[:, : self.columns],
+            first_columns(logits, self.columns),
             part.target,
             *slice_args,
             self.with_entropy,
@@ -290,12 +294,10 @@ def run_loop(
         del logits
         if not overlaps and i + 1 < len(chunk_inputs):
             chunk = begin(i + 1, done)
-    total = input.new_empty(0)
-    if output_mask[0]:
-        parts_of_total = [ranks.wait(part) for part in grad_inputs] if sum_over_ranks else grad_inputs
-        total = concatenated(parts_of_total)
-        total = (total if size is None else total[:number]).view(input.shape)
-    return Gradients(total, grad_weight, grad_bias)
+    if not output_mask[0]:
+        return Gradients(input.new_empty(0), grad_weight, grad_bias)
+    total = concatenated([ranks.wait(part) for part in grad_inputs] if sum_over_ranks else grad_inputs)
+    return Gradients((total if size is None else total[:number]).view(input.shape), grad_weight, grad_bias)
 
 
 def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) -> tuple[list[int], int | None]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..kernels import accelerators, devices, reference
 from ..kernels.options import Chunking, RowOptions
-from ..kernels.rows import front_of, padded_classes
-from ..kernels.sizes import size_hint, statically_true, symbolic
+from ..kernels.rows import first_columns, front_of, padded_classes
+from ..kernels.sizes import size_hint, symbolic
 from .float16 import RowFactors, times
 from .packing import ComputedRows, PackedRows, part_of
 from .sizes import rows_of_chunk
@@ -142,7 +142,7 @@ class Products(InPlace):
         new = torch.empty if self.kernels is None or any(self.mask) else torch.zeros
         new_logits = functools.partial(new, device=self.all_input.device)
         memory = logits_memory(new_logits, size, self._columns(), self.logits_dtype)
-        memory = memory if statically_true(memory.shape[1] == classes) else memory[:, :classes]
+        memory = first_columns(memory, classes)
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
@@ -247,9 +247,9 @@ def head_gradients(
 
 def zero_behind(grad_weight: Tensor, grad_bias: Tensor, classes: int) -> None:
     """Write zeros to the padding rows of a head's gradients."""
-    if grad_weight.dim() == 2:
-        grad_weight[classes:].zero_()
-    grad_bias[classes:].zero_()
+    for gradient in (grad_weight, grad_bias):
+        if gradient.shape[0] > classes:
+            gradient[classes:].zero_()
 
 
 def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> None:

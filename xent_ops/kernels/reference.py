@@ -8,7 +8,7 @@ weights w (1 without class weights) and label smoothing e:
     grad_x_j                                                             see ``cross_entropy_backward``
 
 Sources: F.cross_entropy for weights and smoothing, Gemma 2 for the softcap. Everything is computed in float32
-(float64 for float64 logits). Functions take logits (..., V) of any strides; ``scale_grad_`` alone writes to a tensor.
+(float64 for float64 logits). Functions take logits (..., V) of any strides.
 The backward functions are differentiable: second derivatives are their gradients.
 """
 
@@ -316,41 +316,3 @@ def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tens
         return None
     counted = is_counted(target, ignore_index)
     return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
-
-
-def cross_entropy_with_grad(
-    logits: Tensor,
-    target: Tensor,
-    grad_scale: Tensor,
-    grad_lse_square: Tensor | None = None,
-    weight: Tensor | None = None,
-    with_argmax: bool = False,
-    with_entropy: bool = False,
-    grad_dtype: torch.dtype | None = None,
-    *,
-    options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, ...]:
-    """(loss, lse, argmax, entropy, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
-
-    An ignored row has an infinite lse, as in ``cross_entropy_reduced``, argmax -1 and entropy 0.
-    """
-    flags = (with_argmax, with_entropy, False, True)
-    loss, lse, argmax, entropy, lse_low = statistics(logits, target, weight, *flags, options=options)
-    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-    backward_args = (grad_scale, grad_lse, logits, target, lse, weight)
-    gradient = cross_entropy_backward(*backward_args, lse_low=lse_low, grad_dtype=grad_dtype, options=options)
-    return loss, lse, argmax, entropy, gradient
-
-
-def scaled_grad(grad: Tensor, factor: Tensor) -> Tensor:
-    """``scale_grad_``, out of place."""
-    factor = factor.unsqueeze(-1)
-    return torch.where(factor == 0, 0.0, grad * factor).to(grad.dtype)
-
-
-def scale_grad_(grad: Tensor, factor: Tensor) -> None:
-    """grad (..., V) times factor, () or (...). A factor of 0 gives zeros, for any values in the row."""
-    if factor.device.type == "cpu" and bool((factor == 1).all()):
-        return
-    factor = factor.unsqueeze(-1)  # at least one dimension: torch would round a scalar to the gradient's dtype
-    grad.mul_(factor).masked_fill_(factor == 0, 0.0)

@@ -102,6 +102,11 @@ def front_of(logits: Tensor, dtype: torch.dtype | None) -> Tensor:
     return logits.view(dtype)[..., : logits.shape[-1]]
 
 
+def first_columns(rows: Tensor, number: int) -> Tensor:
+    """``rows[:, :number]``. A view takes the host some microseconds: none is made of all columns."""
+    return rows if statically_true(rows.shape[1] == number) else rows[:, :number]
+
+
 def is_narrower(dtype: torch.dtype | None, logits: Tensor) -> bool:
     """ops/checks.py allows only the logits' dtype and narrower ones."""
     return dtype is not None and dtype != logits.dtype

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .._private import private
 from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator
 from ..kernels.rows import dense_classes, reads_apart
-from . import checks, transforms
+from . import checks
 from .message_values import repr_for_message, type_name
-
-_is_wrapped = private(
-    "torch._C._functorch.is_functorch_wrapped_tensor",
-    lambda tensor: False,
-    "an option that is a tensor of torch.func is not refused in words",
-)
+from .scalars import integer, is_int64, number
 
 _DENSE, _FLOATS = torch.strided, checks.FLOATS  # globals are found faster than attributes
 
@@ -212,10 +204,6 @@ def required(name: str, value: Any) -> None:
     _refuse_tensors(((name, value),))
 
 
-def class_indices(target: Any) -> None:
-    _refuse_tensors((("target", target),))
-
-
 def divisor(value: Any, input: Tensor) -> Tensor | None:
     """The divisor of a sum, as a tensor () on the input's device."""
     if value is None or isinstance(value, Tensor):
@@ -307,103 +295,3 @@ def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {repr_for_message(value)}")
     return value
-
-
-def is_int64(value: Any) -> bool:
-    if type(value) is not int:
-        return False
-    if torch.compiler.is_compiling():  # to Dynamo a symbol is an int too, and its value may be unknown
-        from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-        return guard_or_true(value >= -(2**63)) and guard_or_true(value < 2**63)
-    return -(2**63) <= value < 2**63
-
-
-def integer(name: str, value: Any) -> int:
-    """A plain int from any integer in torch's sense (True is not one). Symbols are returned unchanged."""
-    if is_int64(value) or isinstance(value, torch.SymInt):
-        return value
-    if isinstance(value, Tensor):
-        kind = value.dtype
-        if kind.is_floating_point or kind.is_complex or kind == torch.bool or value.numel() != 1:
-            raise TypeError(f"{name} must be an integer, got a tensor of shape {tuple(value.shape)} and dtype {kind}")
-        _readable(name, value, "an integer")
-    elif isinstance(value, (bool, float)):  # operator.index accepts bools, and Dynamo may not know a float's value
-        found = type(value).__name__ if torch.compiler.is_compiling() else repr(value)
-        raise TypeError(f"{name} must be an integer, got {found}")
-    try:
-        plain = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {repr_for_message(value)}") from None
-    if not is_int64(plain):
-        raise ValueError(f"{name} must fit into 64 bits, got {plain}")
-    return plain
-
-
-def at_least_one(name: str, value: Any) -> int:
-    value = integer(name, value)
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
-
-
-_LEARNED = ". For a learned scale, multiply the logits by it instead"
-_LEARNED_TOO = {
-    "softcap": "; for a learned cap, compute softcap * torch.tanh(logits / softcap) in torch",
-    "lse_square_scale": "; for a learned z-loss, take lse of xent_ops.cross_entropy_outputs",
-    "label_smoothing": "; for learned targets, pass class probabilities",
-}
-
-
-def number(name: str, value: Any) -> float:
-    """A plain float from any number. Symbols, and while tracing integers, are returned unchanged."""
-    if type(value) is float:
-        return value
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value}")
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        symbol: Any = value
-        return symbol
-    if isinstance(value, Tensor):
-        instead = _LEARNED + _LEARNED_TOO.get(name, "")
-        # Check this before reading the value: as a number it would silently lose its gradient or its tangent.
-        if value.requires_grad or _transformed(value):
-            raise RuntimeError(
-                f"{name} is a tensor that requires grad or that torch.func transforms, but the loss has no derivative "
-                f"for its options{instead}"
-            )
-        if value.numel() != 1 or value.dtype.is_complex:
-            raise TypeError(
-                f"{name} must be a number, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-            )
-        _readable(name, value, "a number", instead)
-    elif type(value) is int:
-        if is_int64(value) and torch.compiler.is_compiling():
-            return value  # may be a symbol; the operator's schema converts it to a float
-    elif not (hasattr(value, "__float__") or hasattr(value, "__index__")):  # float() would read a string
-        raise TypeError(f"{name} must be a number, got {repr_for_message(value)}")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {repr_for_message(value)}") from None
-    except OverflowError:
-        raise ValueError(f"{name} must be at most {checks.FLOAT32_MAX}, got an integer beyond float64") from None
-
-
-def _transformed(tensor: Tensor) -> bool:
-    """Is this a tensor of torch.func, or one with a tangent? Dynamo has no tensors with hidden levels."""
-    if torch.compiler.is_compiling():
-        return False
-    if _is_wrapped(tensor):
-        return True
-    return transforms.dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _readable(name: str, tensor: Tensor, what: str, instead: str = "") -> None:
-    if torch.compiler.is_compiling():
-        raise TypeError(f"{name} must be {what}, got a tensor, whose value a compiled graph cannot read{instead}")
-    if tensor.device.type != "cpu":
-        raise TypeError(
-            f"{name} must be {what}, got a tensor on {tensor.device}: to read it, the host would wait for the device. "
-            f"Pass {name}.item() where that may be{instead}"
-        )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reductions, reference
+from ..kernels import reductions, reference, reference_with_grad
 from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
 from .library import below_autograd, refuse
@@ -330,7 +330,7 @@ class GradInForwardFunction(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         gradient = gradient.detach()
         if transforms.is_recorded():  # functionalization would hide a write from xent_ops.decompositions
-            gradient = reference.scaled_grad(gradient, grad)
+            gradient = reference_with_grad.scaled_grad(gradient, grad)
         else:
             below_autograd(_ops.scale_grad_.default, gradient, grad)
         ctx.spent = True

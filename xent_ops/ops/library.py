@@ -117,10 +117,8 @@ class Operator:
 
     def on_reference(self, *args: Any, **kwargs: Any) -> Any:
         self.check_once(args, kwargs)
-        if self.calls_operators and self.check_values is not None:
-            call = self.bind(*args, **kwargs)
-            if call.primary.device.type == "cpu":
-                self.check_values(call)
+        if self.calls_operators and self.check_values is not None and args[0].device.type == "cpu":
+            self.check_values(self.bind(*args, **kwargs))
         return self.reference(*args, **self.keywords(kwargs))
 
     def on_reference_below_autograd(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,8 +180,7 @@ def operator(
 
     Args:
         reference: the kernel in plain torch. The CPU runs the C++ kernel ``xent_cpu::name`` if it is built, unless
-            schemas.PYTHON_ONLY names the operator. CUDA and ROCm run the kernels that the ``@launcher`` of this name in
-            kernels/triton/ prepares.
+            schemas.PYTHON_ONLY names the operator. CUDA and ROCm run what the ``@launcher`` of this name prepares.
         check_values: raises on values of tensors. It runs on the CPU without C++: reading them does not synchronise.
         arguments, results, rows_of, rules: exceptions of this operator; see ``Contract``.
         ascend: kernels/ascend/ has a ``@launcher`` of this name. Else NPUs run the reference, and do not import Triton.
@@ -191,23 +188,16 @@ def operator(
             still see one operator, unlike with a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
     """
+
+    tables: dict[str, Any] = {"arguments": arguments or {}, "results": results or {}, "rows_of": rows_of}
     shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "calls_operators": calls_operators}
-
-    def contract(schema: Any) -> Contract:
-        return Contract(schema, arguments or {}, results or {}, rows_of, rules)
-
-    OPERATORS[name] = Operator(name, contract=contract, reference=reference, overwrites=overwrites, **shared)
+    shared["contract"] = functools.partial(Contract, own_rules=rules, **tables)
+    OPERATORS[name] = first = Operator(name, reference=reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]
     if written_over is not None:
-        in_place_name = f"{name}_"
-        OPERATORS[in_place_name] = Operator(
-            in_place_name,
-            contract=contract,
-            reference=_in_place(reference, OPERATORS[name].arguments.index(written_over)),
-            overwrites=written_over,
-            **shared,
-        )
-    return OPERATORS[name].overload
+        reference = _in_place(reference, first.arguments.index(written_over))
+        OPERATORS[f"{name}_"] = Operator(f"{name}_", reference=reference, overwrites=written_over, **shared)
+    return first.overload
 
 
 def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..kernels import reference
+from ..kernels import reference_with_grad
 from .library import autograd, operator, save_nothing
 from .rules import check_targets
 
@@ -23,10 +23,10 @@ def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
 
 operator(
     "cross_entropy_with_grad",
-    reference=reference.cross_entropy_with_grad,
+    reference=reference_with_grad.cross_entropy_with_grad,
     check_values=check_targets,
     ascend=True,
 )
 autograd("cross_entropy_with_grad", _no_derivative, save_nothing)
 
-operator("scale_grad_", reference=reference.scale_grad_, overwrites="grad")
+operator("scale_grad_", reference=reference_with_grad.scale_grad_, overwrites="grad")

@@ -187,17 +187,19 @@ def row_summary(
     dtype = accumulator(loss)
     flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weight is not None)
     flags = flags._replace(token_weights=token_weight is not None, hits=argmax is not None)
+    given = 0 if divisors is None else 1 if divisors.stride(0) == 0 else 2  # 1: a number that was expanded
     sums = _prepare_sums(
         target.numel(),
         dtype,
         loss.device,
-        flags._replace(given=0 if divisors is None else 2),
+        flags._replace(given=given),
         classes=0 if weight is None else weight.shape[0],
         ignore_index=options.ignore_index,
         lse_square_scale=lse_square_scale,
     )
-    row_args = (loss, lse, target, weight, token_weight, argmax, divisors)
+    row_args = (loss, lse, target, weight, token_weight, argmax)
     converts = [None if one is None else dense_like(one, dtype if one is weight else None) for one in row_args]
+    converts.append(dense_like(divisors) if divisors is not None and given == 2 else lambda divisors: divisors)
     new_nothing = new_tensor((0,), dtype, loss.device)
 
     def run(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...head import shard
+from ...head import chunk
 from ...head.float16 import Split
 from ...kernels.rows import padded_classes
 from .. import checks
@@ -94,7 +94,7 @@ def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:
 
 operator(
     "linear_cross_entropy_chunk",
-    reference=shard.chunk,
+    reference=chunk.chunk,
     check_values=check_targets,
     results={"stats": ("acc", _statistics_shape, "")},
     rules=(one_chunk,),
@@ -102,7 +102,7 @@ operator(
 )
 operator(
     "linear_cross_entropy_chunk_grad_",
-    reference=shard.chunk_grad_,
+    reference=chunk.chunk_grad_,
     arguments=PADDED,
     results=GRAD_INPUT,
     rules=(one_chunk,),
@@ -111,7 +111,7 @@ operator(
 )
 operator(
     "linear_cross_entropy_chunk_add_",
-    reference=shard.chunk_add_,
+    reference=chunk.chunk_add_,
     arguments={"grad_logits": None},
     rules=(one_chunk, _check_add),
     calls_operators=True,

@@ -1,0 +1,208 @@
+"""What the operators of one chunk of rows compute for loop.py: ops/linear/chunk.py. Of a whole head, or of a slice.
+
+A chunk's logits (rows, padded_classes) live from its first operator to its last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference_ids
+from ..kernels.options import DEFAULTS, RowOptions
+from ..kernels.rows import first_columns, front_of, padded_classes
+from .chunks import classes_of
+from .float16 import times
+from .ids import gradient
+from .packing import part_of
+from .products import (
+    InPlace,
+    add_product,
+    add_rows,
+    counting_kernels,
+    gradient_in,
+    logits_of,
+    zero_behind,
+)
+from .shard import pack_statistics, rank_statistics, statistics_by_lse
+
+_ops = torch.ops.xent
+
+
+def chunk(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    with_entropy: bool = False,
+    count: Tensor | None = None,
+    after: Tensor | None = None,
+    ids: Tensor | None = None,
+    mask_ids: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+    padded: Callable[..., Tensor] | None = None,
+    writer: InPlace = InPlace(),  # noqa: B008 (it has no state)
+) -> tuple[Tensor, Tensor]:
+    """(the packed statistics of this rank, the logits). Rows after the count may have logits of 0."""
+    head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
+    logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
+    columns, at_ids = head.shape[0], None
+    if ids is not None and mask_ids:
+        at_ids, logits = writer.mask_columns(logits, columns, ids, (class_start, num_classes), options)
+    elif ids is not None:
+        class_logits = first_columns(logits, columns)
+        at_ids = _ops.ids_forward(class_logits, ids, class_start, num_classes, **options.keywords())
+    slice_args = (first_columns(logits, columns), target, class_start, num_classes, weight)
+    return chunk_statistics(*slice_args, with_entropy, at_ids, ids if mask_ids else None, options), logits
+
+
+def padded_logits(
+    input: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    count: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(rows, padded_classes)."""
+    columns, dtype = head.shape[0], logits_dtype or input.dtype
+    kernels = None if count is None or dtype != input.dtype else counting_kernels(input, head)
+    new = input.new_empty if kernels is None else input.new_zeros
+    logits = new((input.shape[0], padded_classes(columns, dtype)), dtype=dtype)
+    class_logits = first_columns(logits, columns)
+    if kernels is None:
+        logits_of(input, head, bias, class_logits)
+    else:
+        kernels.logits(input, head, bias, count, class_logits)
+    if class_logits is not logits:
+        logits[:, columns:].zero_()  # an operator must not return memory that nobody wrote
+    return logits
+
+
+def chunk_statistics(
+    logits: Tensor,  # (n, columns)
+    target: Tensor,
+    class_start: int,
+    num_classes: int | None,
+    weight: Tensor | None,
+    with_entropy: bool,
+    at_ids: Tensor | None,
+    masked_ids: Tensor | None,
+    options: RowOptions,
+) -> Tensor:
+    """The packed statistics of this rank."""
+    ids_rows = None if at_ids is None else at_ids.t()  # they are packed last
+    if num_classes is None:
+        loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(
+            logits, target, weight, False, with_entropy, **options.keywords()
+        )
+        if masked_ids is not None:
+            lse = reference_ids.lse_of_others(lse, masked_ids, logits.shape[1], options=options)
+        columns = (loss, lse, lse_low, entropy) if with_entropy else (loss, lse, lse_low)
+        rows = [value.unsqueeze(0) for value in columns]
+        return torch.cat(rows if ids_rows is None else [*rows, ids_rows])
+    slice_args = (logits, target, class_start, num_classes, weight)
+    if masked_ids is not None and logits.shape[1] > 0:
+        lse, *other_statistics = statistics_by_lse(logits, target, class_start, False, options)
+        ids_args = (masked_ids, logits.shape[1], class_start, num_classes)
+        statistics = (reference_ids.lse_of_others(lse, *ids_args, options=options), *other_statistics)
+        packed = pack_statistics(statistics, class_start, logits.shape[1], weight, False)
+    elif with_entropy:
+        with_entropies = rank_statistics(*slice_args, True, options)
+        packed = pack_statistics(with_entropies, class_start, logits.shape[1], weight, True)
+    else:
+        packed = _ops.cross_entropy_shard(*slice_args, **options.keywords())
+    return packed if ids_rows is None else torch.cat([packed, ids_rows.reshape(1, -1)], 1)
+
+
+def chunk_grad_(
+    logits: Tensor,
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    linear_weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    weight: Tensor | None = None,
+    divisors: Tensor | None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
+    with_grad_input: bool = True,
+    count: Tensor | None = None,
+    after: Tensor | None = None,
+    ids: Tensor | None = None,
+    at_ids: Tensor | None = None,
+    grad_ids: Tensor | None = None,
+    mask_ids: bool = False,
+    lse_low: Tensor | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+    lse_square_scale: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    head, _, weight, _ = classes_of(linear_weight, None, weight, class_start, num_classes)
+    class_logits = first_columns(logits, head.shape[0])
+    dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
+    if ids is not None and at_ids is not None and grad_ids is not None:
+        ids_args = (grad_ids, grad_lse, grad_entropy, class_logits, ids, at_ids, lse, entropy, mask_ids)
+        slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
+        gradient(*ids_args, options=options, **slice_args, writer=InPlace(), target=target)
+    else:
+        row_args = (grad_entropy, entropy, lse_coefficient)
+        backward_args = (weight, divisors, *row_args, class_start, num_classes, dtype, lse_low)
+        _ops.cross_entropy_backward_(
+            grad_loss,
+            grad_lse,
+            class_logits,
+            target,
+            lse,
+            *backward_args,
+            lse_square_scale=lse_square_scale,
+            **options.keywords(),
+        )
+    done, grad_logits = linear_weight.new_empty(0), gradient_in(class_logits, dtype)
+    if not with_grad_input:
+        return linear_weight.new_empty(0), done
+    shape = (logits.shape[0], head.shape[1])
+    can_count = count is not None and dtype is None
+    kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if can_count else None
+    if kernels is None:
+        return torch.mm(grad_logits, head), done
+    assert count is not None
+    grad_input = logits.new_zeros(shape)
+    kernels.grad_input(class_logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)
+    return grad_input, done
+
+
+def chunk_add_(
+    grad_linear_weight: Tensor,
+    grad_linear_bias: Tensor,
+    grad_logits: Tensor,
+    input: Tensor,
+    columns: int,
+    first: bool,
+    count: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> None:
+    """A gradient of shape (0,) is not wanted. With ``first`` the sums start at zero. ``shares``: factors of rows."""
+    class_grads = front_of(first_columns(grad_logits, columns), input.dtype)
+    if grad_linear_weight.dim() == 2:
+        class_total, input = part_of(grad_linear_weight, slice(0, columns)), times(input, shares)
+        can_count = count is not None and grad_logits.dtype == input.dtype
+        kernels = counting_kernels(input, class_total) if can_count else None
+        if kernels is None:
+            add_product(class_total, class_grads.t(), input, first)
+        else:
+            kernels.grad_weight(class_grads, input, count, class_total, add=not first)
+    if grad_linear_bias.numel() > 0:
+        add_rows(part_of(grad_linear_bias, slice(0, columns)), class_grads, first, shares)
+    if first:
+        zero_behind(grad_linear_weight, grad_linear_bias, columns)
