@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from helpers.heads import random_head
 from rewriting import assert_same
 
 B, S, H, V = 2, 5, 16, 37
@@ -12,12 +13,7 @@ IN_BFLOAT16 = {"in_norm": 0.01, "rtol": 0.01, "atol": 0.0}  # of products in bfl
 
 def inputs(dtype=torch.float32):
     """(hidden states, weight, bias, target); some targets are ignored."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((B, S, H), (V, H), (V,))
-    made = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-    target = torch.randint(0, V, (B, S), generator=generator)
-    target[0, 1] = target[1, 2] = -100
-    return *made, target
+    return random_head("cpu", dtype, (B, S), V, H, ignored=[1, S + 2])
 
 
 def ce(logits, t, **options):

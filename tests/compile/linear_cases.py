@@ -2,6 +2,7 @@
 
 import torch
 from helpers.graphs import calls_of, run_and_get_code
+from helpers.heads import random_head
 
 import xent_ops
 
@@ -13,12 +14,8 @@ IN_PLACE, SCALED = "scale_grad_", "linear_scale_grad"
 
 def inputs(dtype=torch.float32, device="cpu", rows=N, wanted=(True, True, True)):
     """(input, linear_weight, linear_bias, target); a fourth of the targets is ignored."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((rows, H), (V, H), (V,))
-    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    target = torch.randint(0, V, (rows,), generator=generator).to(device)
-    target[1::4] = -100
-    return *(tensor.requires_grad_(grad) for tensor, grad in zip(made, wanted, strict=True)), target
+    *leaves, target = random_head(device, dtype, (rows,), V, H)
+    return *(leaf.requires_grad_(grad) for leaf, grad in zip(leaves, wanted, strict=True)), target
 
 
 def loss(x, w, b, target, **options):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, calls_of, inductor_code, operator_names
+from helpers.heads import random_head
 from helpers.token_losses import LOSSES, focal, grpo, reinforce, rows_of
 from torch.utils.checkpoint import checkpoint
 
@@ -15,11 +16,8 @@ V, H, N = 40, 16, 24
 
 
 def inputs(device, rows=N, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(2)
-    x, head = (torch.randn(size, H, generator=generator).to(device, dtype).requires_grad_() for size in (rows, V))
-    target = torch.randint(V, (rows,), generator=generator)
-    target[::5] = -100
-    return x, head, target.to(device)
+    x, head, _, target = random_head(device, dtype, (rows,), V, H, seed=2)
+    return x, head, target
 
 
 def step_of(fn, function=xent_ops.linear_token_loss, reduction="sum", **options):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.heads import random_head
 from torch.nn import functional as F
 
 import xent_ops
@@ -40,12 +41,8 @@ def rows_of_chunk(device, dtype):
 
 
 def problem(device, dtype, number, classes=CLASSES, hidden=HIDDEN):
-    x = torch.randn(number, hidden, device=device).to(dtype)
-    head = (torch.randn(classes, hidden, device=device) * (3 / hidden**0.5)).to(dtype)
-    bias = torch.randn(classes, device=device).to(dtype)
-    target = torch.randint(classes, (number,), device=device)
-    target[3::11] = -100
-    return x, head, bias, target
+    numbers = {"scale": 3 / hidden**0.5, "ignored": slice(3, None, 11), "requires_grad": False}
+    return random_head(device, dtype, (number,), classes, hidden, **numbers)
 
 
 def bits(compute, x, *rows):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers.gpu import captured, collected, measured, no_synchronisation  # noqa: F401 (a fixture)
 from helpers.graphs import calls_of, run_and_get_code
+from helpers.heads import random_head
 
 import xent_ops
 
@@ -163,9 +164,7 @@ def peak_in_logits(step, *tensors, size):
 @pytest.mark.parametrize("classes", [32000, 50304])  # Inductor pads matrix products with odd sizes: a copy of its own
 def test_one_buffer_of_logits_in_a_compiled_step(dynamic, classes):
     rows = 4096
-    h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = (torch.randn(classes, 256, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
-    target = torch.randint(0, classes, (rows,), device="cuda")
+    h, w, _, target = random_head("cuda", torch.bfloat16, (rows,), classes, 256, scale=0.1, ignored=[])
     if dynamic:
         torch._dynamo.mark_dynamic(h, 0)
         torch._dynamo.mark_dynamic(target, 0)
@@ -178,10 +177,9 @@ def test_one_buffer_of_logits_in_a_compiled_step(dynamic, classes):
 def test_a_replaced_loss_needs_one_buffer_of_logits(dynamic):
     """An unmodified step with the usual upcast to float32: our operators in Inductor's code, eager's numbers."""
     rows, classes = 4096, 32000
-    h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = (torch.randn(classes, 256, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
-    target = torch.randint(0, classes, (rows,), device="cuda")
-    target[::7] = -100
+    h, w, _, target = random_head(
+        "cuda", torch.bfloat16, (rows,), classes, 256, scale=0.1, ignored=slice(None, None, 7)
+    )
 
     def step(h, w, target):
         return F.cross_entropy((h @ w.T).float(), target, label_smoothing=0.1)
@@ -212,9 +210,7 @@ def test_a_replaced_loss_needs_one_buffer_of_logits(dynamic):
 def test_eager_memory(inplace, with_grad):
     """inplace_backward: no more than the logits that the step needs anyway; else one gradient beside them."""
     rows, classes = 4096, 32000
-    h = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    w = (torch.randn(classes, 256, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
-    target = torch.randint(0, classes, (rows,), device="cuda")
+    h, w, _, target = random_head("cuda", torch.bfloat16, (rows,), classes, 256, scale=0.1, ignored=[])
 
     def step(h, w):
         loss = xent_ops.cross_entropy(h @ w.T, target, inplace_backward=inplace, grad_in_forward=with_grad)

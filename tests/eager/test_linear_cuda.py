@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.gpu import captured, collected, measured, no_synchronisation  # noqa: F401 (a fixture)
+from helpers.heads import random_head
 
 import xent_ops
 
@@ -53,15 +54,9 @@ LOSSES = {
 
 def batch(seed, rows=64, classes=1003, features=40, dtype=torch.bfloat16):
     """(h, w, b, target, weight)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).cuda().to(dtype)
-
-    target = torch.randint(0, classes, (rows,), generator=generator).cuda()
-    target[seed % 7 :: 2 + seed % 4] = -100  # now more, now fewer
-    weight = torch.rand(classes, generator=torch.Generator().manual_seed(9)).cuda()
-    return normal(rows, features), normal(classes, features), normal(classes), target, weight
+    ignored = slice(seed % 7, None, 2 + seed % 4)  # now more, now fewer
+    head = random_head("cuda", dtype, (rows,), classes, features, seed=seed, ignored=ignored, requires_grad=False)
+    return *head, torch.rand(classes, generator=torch.Generator().manual_seed(9)).cuda()
 
 
 def leaves(h, w, b, *others):

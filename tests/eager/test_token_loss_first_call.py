@@ -7,18 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.dispatch_log import operators_of
+from helpers.heads import random_head
 from helpers.token_losses import focal
 
 import xent_ops
 
-N, V, H = 6, 11, 8
+N = 6
 ROW, LEARNED = torch.ones(N), torch.ones((), requires_grad=True)
 
 
 def problem():
-    generator = torch.Generator().manual_seed(1)
-    leaves = [torch.randn(size, H, generator=generator).requires_grad_() for size in (N, V)]
-    return *leaves, torch.arange(N)
+    x, head, _, target = random_head(rows=(N,), classes=11, ignored=[])
+    return x, head, target
 
 
 def of_logits(x, head, target, fn, **options):

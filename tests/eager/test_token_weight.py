@@ -5,20 +5,17 @@ import math
 import pytest
 import torch
 from helpers.dispatch_log import Log
+from helpers.heads import random_head
 
 import xent_ops
 
-V, H = 30, 8
+V = 30
 OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 5.0}
 
 
 def problem(device, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 4, H, generator=generator).to(device, dtype).requires_grad_()
-    head = torch.randn(V, H, generator=generator).to(device, dtype).requires_grad_()
-    target = torch.randint(0, V, (3, 4), generator=generator)
-    target[0, 1:3] = -100
-    return x, head, target.to(device), (torch.rand(3, 4, generator=generator) + 0.5).to(device)
+    x, head, _, target = random_head(device, dtype, (3, 4), V, ignored=[1, 2])
+    return x, head, target, (torch.rand(3, 4) + 0.5).to(device)
 
 
 top_k = xent_ops.linear_top_k_distillation_loss

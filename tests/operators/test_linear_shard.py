@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.covering import covering
 from helpers.float16_problems import PROBLEMS
+from helpers.heads import random_head
 
 from xent_ops.kernels import cpu
 from xent_ops.testing import assert_linear, linear_oracle
@@ -20,15 +21,9 @@ FULL = {"label_smoothing": 0.25, "softcap": 30.0, "logit_scale": 0.75}
 
 
 def problem(device, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    target = torch.randint(0, V, (2, 5), generator=generator)
-    target[0, :3] = torch.tensor([-100, V - 1, 0])
-    tensors = (normal(2, 5, H), normal(V, H) / 2, normal(V), torch.rand(V, generator=generator), target)
-    return [tensor.to(device) for tensor in tensors]
+    *head, target = random_head(device, dtype, (2, 5), V, H, scale=0.5, ignored=0, requires_grad=False)
+    target[0, 1], target[0, 2] = V - 1, 0
+    return *head, torch.rand(V).to(device), target
 
 
 def shards_of(split, *tensors):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.float16_problems import NEGATIVE_WEIGHTS, PROBLEMS
+from helpers.heads import random_head
 
 import xent_ops
 from xent_ops.testing import assert_linear, linear_oracle
@@ -14,12 +15,8 @@ WAYS = [{"reduction": r, "chunk_rows": c} for r in ("mean", "sum", "none") for c
 
 def inputs(device, dtype=torch.float64, classes=9):
     """(input, linear_weight, target, linear_bias)."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-    return normal(6, 5), normal(classes, 5), torch.tensor([3, 8, -100, 0, 7, 7], device=device), normal(classes)
+    x, head, bias, _ = random_head(device, dtype, (6,), classes, 5, requires_grad=False)
+    return x, head, torch.tensor([3, 8, -100, 0, 7, 7], device=device), bias
 
 
 def both(x, head, target, bias, *, upstream=None, **options):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.covering import covering
+from helpers.heads import random_head
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,16 +28,10 @@ OPTIONS = {
 
 def problem(rows, features, classes, dtype, device="cpu", seed=0):
     """(input, linear_weight, target, linear_bias, class weight); every fourth row is ignored."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    head = torch.randn(classes, features, generator=generator) / max(features, 1) ** 0.5
-    target = torch.randint(0, classes, (rows,), generator=generator)
-    target[3::4] = -100
-    weight = torch.rand(classes, generator=generator) + 0.1
-    return normal(rows, features), head.to(device, dtype), target.to(device), normal(classes), weight.to(device)
+    numbers = {"seed": seed, "scale": max(features, 1) ** -0.5, "ignored": slice(3, None, 4), "requires_grad": False}
+    x, head, bias, target = random_head(device, dtype, (rows,), classes, features, **numbers)
+    weight = torch.rand(classes, generator=torch.Generator().manual_seed(seed)) + 0.1
+    return x, head, target, bias, weight.to(device)
 
 
 def check(x, head, target, bias=None, weight=None, *, upstream=None, divisor=None, twice=False, **options):
