@@ -154,8 +154,8 @@ class TokenFunction(TokenRows):
 
         ``values`` gets the numbers of each chunk's tokens and their targets. ``divisor``, (), divides the sum.
 
-        The row operator's loss is -log_prob, so its gradient is -grad_log_probs. With ids this loss is not used: its
-        gradient is 0, and the lse gets the sum of all ids' gradients.
+        The row operator's loss is -log_prob, so its gradient is -grad_log_probs. With ids this loss is not used, and
+        the lse gets the sum of all ids' gradients.
         """
         rows, factor = self._rows(parts, self.number // parts), divisor.reciprocal()
 
@@ -183,7 +183,7 @@ class TokenFunction(TokenRows):
             grad_ids = torch.where(is_counted(part.ids, self.ignore_index), grad_log_probs, 0.0)
             sum_of_ids = grad_ids.sum(-1)
             grad_lse = -sum_of_ids if grad_lse is None else grad_lse - sum_of_ids
-            return RowGradients(grad_lse.new_zeros(()), grad_lse, grad_entropy, grad_ids=grad_ids)
+            return RowGradients(grad_lse, grad_lse, grad_entropy, grad_ids=grad_ids)
 
         return upstream
 

@@ -52,7 +52,7 @@ class TopK(TokenRows):
             row_values = [part.of(row) for row in rows]
             loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
             values.append((loss, part.target))
-            return RowGradients(grad_lse.new_zeros(()), grad_lse / divisor, grad_ids=grad_ids / divisor)
+            return RowGradients(grad_lse, grad_lse / divisor, grad_ids=grad_ids / divisor)
 
         return upstream
 

@@ -162,6 +162,8 @@ def _tensor(name: str, argument: str, kind: str, values: dict[str, Any], problem
     tensor = _random(argument, tuple(sizes), problem.device)
     if argument == "joined":  # at one temperature, one lse serves both losses
         tensor = torch.cat([tensor[:3], tensor[:1]])
+    if argument == "probs":  # of some classes: with a tail they add up to one at most
+        return (tensor.softmax(-1) / 2).to(dtype)
     positive = argument in ("weight", "token_weight", "divisors", "probabilities")
     return (tensor.abs() + 0.1 if positive else tensor / 2).to(dtype)
 

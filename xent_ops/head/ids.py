@@ -72,7 +72,7 @@ def gradient(
     backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
     (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **options.keywords())
     if mask_ids:  # this lse does not depend on the ids
-        grad_lse, lse = torch.zeros_like(lse), torch.full_like(lse, math.inf)
+        lse = torch.full_like(lse, math.inf)
     column_args = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
     return writer.write_columns(grad_logits, grad_dtype, *column_args, options=options)
 

@@ -72,7 +72,7 @@ class OneRank:
 class RowGradients(NamedTuple):
     """Upstream gradients of a chunk's rows for ``cross_entropy_backward``: (n,), or () for all rows."""
 
-    grad_loss: Tensor
+    grad_loss: Tensor  # not read beside grad_ids
     grad_lse: Tensor | None = None
     grad_entropy: Tensor | None = None
     divisors: Tensor | None = None  # (2,): grad_loss and the gradient of the z-loss are divided by them

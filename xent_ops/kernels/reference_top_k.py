@@ -33,8 +33,10 @@ def most(probs: Tensor) -> float:
 
 def _is_first(ids: Tensor) -> Tensor:
     """(..., K): no earlier place of the row has the same id. A sort: comparing all pairs would take K times as much."""
-    values, order = ids.sort(dim=-1, stable=True)
-    first = torch.ones_like(ids, dtype=torch.bool)
+    # Keys that differ: a stable sort is no core aten.
+    number = ids.shape[-1]
+    order = (ids.to(torch.int64) * number + torch.arange(number, device=ids.device)).sort(dim=-1).indices
+    values, first = ids.gather(-1, order), torch.ones_like(ids, dtype=torch.bool)
     return first.scatter(-1, order[..., 1:], values[..., 1:] != values[..., :-1])
 
 
@@ -54,38 +56,38 @@ def top_k_distillation(
     Probabilities that add up to less than 0, or with a tail to more than ``most``, give NaN.
     """
     counted, dtype = is_counted(ids, options.ignore_index), at_ids.dtype
-    row_counted, lse = counted.any(-1), lse.to(dtype)
-    probs_of_ids = torch.where(counted, probs.to(dtype), 0.0)
-    total = probs_of_ids.sum(-1, keepdim=True)
+    row_counted, lse, factors = counted.any(-1), lse.to(dtype), None
+    p = torch.where(counted, probs.to(dtype), 0.0)
+    total = p.sum(-1)
     wrong = total != total.clamp(0.0, most(probs) if tail else None)
-    if tail:
-        rest = torch.where(row_counted.unsqueeze(-1), (1.0 - total).clamp(min=0.0), 0.0)
-        probs_of_ids = torch.cat([probs_of_ids, rest], -1)
-    weighted, z_factor = torch.where(wrong, float("nan"), probs_of_ids), row_counted.to(dtype)
+    p = torch.where(wrong.unsqueeze(-1), float("nan"), p)
     if token_weight is not None:
-        z_factor = torch.where(row_counted, token_weight.to(dtype), 0.0)
-        weighted = times(weighted, z_factor.unsqueeze(-1))
-    z_factor = lse_square_scale * z_factor
+        factors = torch.where(row_counted, token_weight.to(dtype), 0.0)
+        p = times(p, factors.unsqueeze(-1))
     if not tail:
-        log_probs = at_ids - lse.unsqueeze(-1)
+        loss, total = -_products(p, at_ids - lse.unsqueeze(-1)).sum(-1), p.sum(-1)
     else:
         # If no other class is left, o is -inf, and so would be log q_r: the remainder is left out.
-        rest = torch.where(lse == float("-inf"), 0.0, weighted[..., -1])
-        weighted = torch.cat([weighted[..., :-1], rest.unsqueeze(-1)], -1)
-        x = torch.cat([at_ids, lse.unsqueeze(-1)], -1)
-        first = torch.nn.functional.pad(counted & _is_first(ids), (0, 1), value=True)
-        different = torch.where(first, x, float("-inf"))
+        rest = torch.where(row_counted & (lse != float("-inf")), times((1.0 - total).clamp(min=0.0), factors), 0.0)
+        different = torch.where(counted & _is_first(ids), at_ids, float("-inf"))
         # Not torch.logsumexp: it guards on the number of rows, which may depend on data.
-        shift = different.amax(-1, keepdim=True)
-        shares = torch.exp(different - shift)
-        sum_of_shares = shares.sum(-1, keepdim=True)
+        shift = torch.maximum(different.amax(-1), lse)
+        share, share_of_rest = torch.exp(different - shift.unsqueeze(-1)), torch.exp(lse - shift)
+        sum_of_shares = share.sum(-1) + share_of_rest
         log_sum = sum_of_shares.log()
-        log_probs, softmax, lse = x - shift - log_sum, shares / sum_of_shares, (shift + log_sum).squeeze(-1)
-    loss = -torch.where(weighted == 0.0, 0.0, weighted * log_probs).sum(-1)  # 0 log 0 is 0
-    total = weighted.sum(-1)
+        log_p, log_rest = at_ids - shift.unsqueeze(-1) - log_sum.unsqueeze(-1), lse - shift - log_sum
+        loss, total = -_products(p, log_p).sum(-1) - _products(rest, log_rest), p.sum(-1) + rest
+        lse = shift + log_sum
     if lse_square_scale != 0.0:
+        z_factor = lse_square_scale * (row_counted.to(dtype) if factors is None else factors)
         loss, total = loss + times(lse.square(), z_factor), total + times(2 * lse, z_factor)
     if not tail:
-        return loss, -weighted, total
-    grads = times(softmax, total.unsqueeze(-1)) - weighted  # a row of weight 0 gets no gradient, even if q is NaN
-    return loss, grads[..., :-1].contiguous(), grads[..., -1].contiguous()
+        return loss, -p, total
+    # A row of weight 0 gets no gradient, even if q is NaN.
+    grad_ids = times(share / sum_of_shares.unsqueeze(-1), total.unsqueeze(-1)) - p
+    return loss, grad_ids, times(share_of_rest / sum_of_shares, total) - rest
+
+
+def _products(p: Tensor, log_q: Tensor) -> Tensor:
+    """0 log 0 is 0."""
+    return torch.where(p == 0.0, 0.0, p * log_q)
