@@ -9,17 +9,19 @@ import torch
 
 from .ops.message_values import type_name
 
-_INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transformers"}
+_INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transformers", "megatron": "megatron"}
 
 
 def use_xent(model_or_trainer: Any, **options: Any) -> Any:
-    """Make a model of transformers, or a trainer of TRL, compute its loss with xent_ops. ``remove_xent`` undoes it.
+    """Make a model of transformers or Megatron-Core, or a trainer of TRL, compute its loss with xent_ops.
+
+    ``remove_xent`` undoes it.
 
     Args:
-        model_or_trainer: a causal language model of transformers, a PeftModel around one, or a trainer of TRL, and also
-            instances of your subclasses. It is changed in place.
-        options: for a model those of ``xent_ops.integrations.transformers.use_xent``, for a trainer those of
-            ``xent_ops.integrations.trl.use_xent``. Their pages have the details.
+        model_or_trainer: a causal language model of transformers, a PeftModel around one, a GPTModel of Megatron-Core,
+            or a trainer of TRL, and also instances of your subclasses. It is changed in place.
+        options: those of ``use_xent`` in ``xent_ops.integrations.transformers``, ``xent_ops.integrations.megatron`` or
+            ``xent_ops.integrations.trl``. Their pages have the details.
 
     Returns:
         The ``Report`` of that function, which lists the replaced parts.
@@ -71,8 +73,8 @@ def _integration(model_or_trainer: Any) -> Any:
             if isinstance(model_or_trainer, torch.nn.DataParallel):
                 hint += ". DataParallel is not supported, since its threads share hooks: use DistributedDataParallel"
     raise TypeError(
-        f"use_xent takes a causal language model of transformers, a PeftModel or a trainer of TRL, got "
-        f"{type_name(model_or_trainer)}: {hint}"
+        "use_xent takes a GPTModel of Megatron-Core, a causal language model of transformers, a PeftModel or a trainer "
+        f"of TRL, got {type_name(model_or_trainer)}: {hint}"
     )
 
 

@@ -14,6 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
 
 from xent_ops.distributed import vocab_parallel_linear_cross_entropy
+from xent_ops.distributed.bound import bind_shard
+from xent_ops.distributed.groups import ranks_of
+from xent_ops.distributed.linear import losses_and_sum
+from xent_ops.linear_call import bind
 from xent_ops.testing import assert_linear, linear_oracle
 
 H = 8
@@ -131,6 +135,34 @@ def sequence_parallel(device):
             one(device, kind, problem, sequence_dim=dim, **options)
             if reduction == "mean":
                 one(device, kind, problem, sequence_dim=dim, pipelined=False, **options)
+
+
+def losses_and_their_sum(device):
+    """The losses are those of "none" as constants, and the sum has the gradients of "sum" with token weights."""
+    world = dist.get_world_size()
+    for dim, more in itertools.product((None, 0, 1), ({}, {"batch_invariant": True}, {"skip_ignored": True})):
+        problem = head_of(torch.float32, (2 * world, 3 * world))
+        options = {"chunk_rows": 5, "lse_square_scale": 0.1, "sequence_parallel": dim is not None, **more}
+        x, shard, bias, target = leaves(device, *problem, sequence_dim=dim)
+        factors = torch.rand(target.shape, generator=torch.Generator().manual_seed(9)).to(device)
+        all_options = {"num_classes": V, "bias_shard": bias, **options}
+        want = vocab_parallel_linear_cross_entropy(x, shard, target, reduction="none", **all_options)
+        chunking = (None, 5, "skip_ignored" in more, None, None, "batch_invariant" in more)
+        for in_forward in (True, False):
+            with torch.set_grad_enabled(in_forward):
+                call = bind(x, shard, target, bias, None, (-100, 0.0, None, 1.0, 0.1, "sum"), chunking, None, factors)
+                call = bind_shard(call, ranks_of(None), None, V, None, dim is not None)
+                losses, total = losses_and_sum(call, ranks_of(None))
+            torch.testing.assert_close(losses, want)
+            assert (total is not None) == (in_forward and "skip_ignored" not in more)
+            if total is None:
+                assert losses.requires_grad == in_forward
+                total = (losses * factors).sum()
+            else:
+                assert not losses.requires_grad
+                gradients = [torch.autograd.grad(one, (x, shard, bias)) for one in (total, (want * factors).sum())]
+                torch.testing.assert_close(*gradients)
+            torch.testing.assert_close(total, (want * factors).sum())
 
 
 def leaves(device, input, head, bias, _, target, kind="chunk", sequence_dim=None):

@@ -30,6 +30,7 @@ def test_values(pool, device, world, kind, dtype):
 @pytest.mark.parametrize("world", QUICK)
 @each(
     cases.sequence_parallel,
+    cases.losses_and_their_sum,
     cases.what_is_communicated,
     cases.flops,
     cases.groups_of_one_and_some,

@@ -152,7 +152,7 @@ def test_sentence_transformers():
 
 
 def test_megatron_core(recipes):
-    """The loss of logits (S, B, V) on one rank. A GPTModel was tried by hand: its layers need a GPU."""
+    """The loss of logits (S, B, V) on one rank. test_megatron.py has the whole model."""
     tensor_parallel = package("megatron.core.tensor_parallel", "megatron-core")
     from megatron.core import parallel_state
 

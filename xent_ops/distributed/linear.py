@@ -29,6 +29,7 @@ from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, gathere
 from .groups import Group, Ranks, ranks_of
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
+from .vocab_parallel import RowValues
 
 
 @arguments.named
@@ -133,11 +134,31 @@ def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
     ordered = by_ranks(call.target, split, ranks)
     factors = None if call.token_weight is None else by_ranks(call.token_weight, split, ranks)
     if call.pipelined:
-        return pipelined_loss(call, ordered, factors, ranks, scattered=split is not None)
+        return pipelined_loss(call, ordered, factors, ranks, scattered=split is not None)[0]
     gathered, ordered = gathered_input(call.input, call.target, split, ranks)
     rows, _ = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered)
     value = reduced(rows, ordered, call.loss, call.divisor, factors)
     return as_target(value, split) if call.loss.reduction == "none" else value
+
+
+def losses_and_sum(call: LinearCall, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
+    """(the loss of each row, their sum with ``token_weight``), for a bound call with reduction="sum".
+
+    The sum has the gradients, from three products, and the losses are constants. Where ``call`` is not pipelined, the
+    losses have the gradients, from four products, and there is no sum.
+    """
+    ranks, of_rows = ranks.for_batches(call.head.chunking.batch_invariant), call.loss._replace(reduction="none")
+    if not call.pipelined:
+        return _loss(call._replace(loss=of_rows, token_weight=None), ranks), None
+    split = call.sequence_dim
+    ordered, factors = (None if t is None else by_ranks(t, split, ranks) for t in (call.target, call.token_weight))
+    assert ordered is not None
+    total, chunks = pipelined_loss(call, ordered, factors, ranks, scattered=split is not None)
+    parts = 1 if split is None else ranks.world
+    columns = (torch.cat([rows.view(parts, -1) for rows in column], 1) for column in zip(*chunks, strict=True))
+    number = ordered.numel() // parts  # batch_invariant=True fills the last chunk up
+    rows = RowValues(*(column[:, :number].reshape(ordered.shape) for column in columns))
+    return as_target(reduced(rows, ordered, of_rows, None), split), total
 
 
 @arguments.named

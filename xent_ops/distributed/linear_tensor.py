@@ -85,7 +85,7 @@ def cross_entropy(call: LinearCall) -> DTensor:
     mine, ranks, mesh, rows, shape = local
     target, divisor, replicated = mine.target, mine.divisor, _replicated(mesh)
     if local.has_all_rows and mine.pipelined:
-        total = pipelined.loss(mine, target, mine.token_weight, ranks, sum_grad_input=False)
+        total, _ = pipelined.loss(mine, target, mine.token_weight, ranks, sum_grad_input=False)
         return tensor.from_local(total, mesh, replicated, ())  # the gradients exist already
     outputs, _ = sharded_rows.sharded_rows(mine.input, target, mine.head, ranks, mine.loss, sum_grad_input=False)
     read = _read(call, mine)

@@ -7,8 +7,6 @@ before its product, and the input's gradient is reduce-scattered.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -68,8 +66,8 @@ def loss(
     *,
     scattered: bool = False,
     sum_grad_input: bool = True,
-) -> Tensor:
-    """The mean or the sum. At least one of input, weight and bias requires grad.
+) -> tuple[Tensor, list[RowValues]]:
+    """(the mean or the sum, constant values of each chunk's rows). At least one of input, weight, bias requires grad.
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
@@ -88,21 +86,24 @@ def loss(
         None if rows is None else rows.to(dtype).reshape(parts, -1)
         for rows in (token_weight, None if split.shares is None else split.token_weight, split.shares)
     )
-    chunk_values: list[tuple[Any, ...]] = []
+    row_values: list[RowValues] = []
+    chunk_args: list[tuple[Tensor, ...]] = []
 
     def upstream(rows: RowStatistics, part: RowRange) -> RowGradients:
         factors = () if token_weight is None else (part.of(token_weight),)
-        chunk_values.append((rows.loss, rows.lse, rows.target_weight, part.target, *factors))
+        assert rows.target_weight is not None  # shard_range has the number of classes
+        row_values.append(RowValues(rows.loss, rows.lse, rows.target_weight))
+        chunk_args.append((part.target, *factors))
         if weights_of_chunks is not None:
             return RowGradients(part.of(weights_of_chunks), divisors=split.divisors)
         return RowGradients(*(factors or (one,)), divisors=split.divisors)
 
     loop_args = (input, target, head, options, upstream, Collectives(ranks), loop.wanted_gradients(input, head))
     gradients = loop.gradients(*loop_args, scattered=scattered, sum_over_ranks=sum_grad_input, shares=shares)
-    columns = zip(*chunk_values, strict=True)
-    row_loss, lse, target_weight, targets, *weights = (concatenated(values) for values in columns)
-    value = reduced(RowValues(row_loss, lse, target_weight), targets, options, divisor, *weights)
-    return loop.value(value, input, head, gradients, split, ranks.rank if scattered else None)
+    all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
+    targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
+    value = reduced(all_rows, targets, options, divisor, *weights)
+    return loop.value(value, input, head, gradients, split, ranks.rank if scattered else None), row_values
 
 
 def _divisors(

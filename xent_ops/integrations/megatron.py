@@ -1,0 +1,269 @@
+"""``use_xent(model)``: a GPTModel of Megatron-Core computes the losses of its tokens without its logits.
+
+The model's own forward runs. In a call with labels the output layer returns its input, and
+``compute_language_model_loss`` calls the layer once more, with the labels. So hooks that gather the layer's weight run
+around the loss, and the heads of multi-token prediction are replaced too. Written for Megatron-Core 0.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.models.common.language_module.language_module import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    LanguageModule,
+)
+from megatron.core.tensor_parallel import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    ColumnParallelLinear,
+)
+from torch import Tensor, nn
+
+from ..distributed.bound import NAMES, bind_shard
+from ..distributed.groups import ranks_of
+from ..distributed.linear import losses_and_sum
+from ..kernels.options import HeadProducts
+from ..linear_call import bind
+from ..ops import arguments, checks
+from ..ops.message_values import type_name
+
+
+class Report(NamedTuple):
+    """The parts that ``use_xent`` replaced, and the others. ``str`` of it has one line for each."""
+
+    model: str
+    classes: int | None  # None: this pipeline stage has no head
+    ranks: int
+    heads: int
+    tied: bool
+    sequence_parallel: bool
+    head_products: int
+
+    def __str__(self) -> str:
+        if self.classes is None:
+            return f"{self.model}: this pipeline stage has no head, so nothing is replaced"
+        details = [f"{self.classes} classes over {self.ranks} ranks", f"{self.head_products} products"]
+        details += ["sequence parallel"] if self.sequence_parallel else []
+        details += ["tied to the embedding"] if self.tied else []
+        details += [f"{self.heads - 1} more heads of multi-token prediction"] if self.heads > 1 else []
+        return (
+            f"{self.model}: output_layer ({', '.join(details)}) and its loss are "
+            "xent_ops.distributed.vocab_parallel_linear_cross_entropy\n  not replaced: calls without labels"
+        )
+
+
+def use_xent(
+    model: nn.Module,
+    *,
+    loss_mask: bool = False,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    products: HeadProducts | None = None,
+    batch_invariant: bool = False,
+) -> Report:
+    """Make a GPTModel of Megatron-Core compute the losses of its tokens without its logits, in training and evaluation.
+
+    A call with labels returns losses (B, S) as before, and gradients equal those of the original model. Labels below 0
+    are ignored. Tensor, sequence and pipeline parallelism, tied embeddings and multi-token prediction are supported.
+    ``remove_xent(model)`` undoes it.
+
+    Call it on every rank, for each chunk of a virtual pipeline, before or after Megatron's wrappers.
+
+    Args:
+        model: a GPTModel or MambaModel, or a wrapper of one: Float16Module, DistributedDataParallel. Changed in place.
+        loss_mask: promise that the trainer's loss is one number times ``(losses * loss_mask).sum()``, with the
+            ``loss_mask`` that the model is called with, as in Megatron's ``pretrain_gpt.py``. Then a step takes three
+            products of the head instead of four. Without that promise kept, all gradients are NaN. A call without
+            ``loss_mask``, and further heads of multi-token prediction, take four.
+        label_smoothing: as for ``cross_entropy``. For Megatron's alpha with K classes pass ``alpha * K / (K - 1)``.
+        lse_square_scale: the factor of the z-loss, as for ``cross_entropy``.
+        accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant: as for
+            ``xent_ops.distributed.vocab_parallel_linear_cross_entropy``.
+
+    Returns:
+        A ``Report`` of the replaced parts. A pipeline stage without a head is left as it is.
+
+    Raises:
+        TypeError: another kind of model; an output layer or a loss that is not Megatron's own (adapters, softcaps).
+        ValueError: ``defer_embedding_wgrad_compute`` or ``disable_grad_reduce``.
+        RuntimeError: use_xent is on already. Later, from a call of the model: the logits are changed before the loss,
+            or used without it, or only parts of the model's forward are called (``build_schedule_plan``).
+        TypeError, ValueError: options that ``vocab_parallel_linear_cross_entropy`` refuses.
+
+    Examples:
+        >>> report = use_xent(model, loss_mask=True)  # a GPTModel
+        >>> losses = model(tokens, positions, attention_mask, labels=labels, loss_mask=loss_mask)
+        >>> ((losses * loss_mask).sum() / loss_mask.sum()).backward()
+    """
+    arguments.boolean("loss_mask", loss_mask)
+    base = _base(model)
+    if "_xent" in vars(base):
+        raise RuntimeError("use_xent is on already: call remove_xent(model) first")
+    if not base.post_process:
+        return Report(type(base).__name__, None, 1, 0, False, False, 0)
+    layer = base.output_layer
+    _check(base, layer)
+    loss = (-100, label_smoothing, None, 1.0, lse_square_scale)
+    checks.option_values(arguments.loss_options(*loss).row_options, base.config.params_dtype)
+    chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
+    _, chunking = arguments.chunks(*chunks)
+    checks.chunk_rows(chunking.chunk_rows)
+    uses_mask = loss_mask and not skip_ignored and products is None
+    vars(base)["_xent"] = _Head(base, layer, loss, chunks, uses_mask)
+    return Report(
+        model=type(base).__name__,
+        classes=layer.output_size,
+        ranks=layer.tp_group.size(),
+        heads=1 + (base.config.mtp_num_layers or 0),
+        tied=base.share_embeddings_and_output_weights,
+        sequence_parallel=layer.sequence_parallel,
+        head_products=3 if uses_mask else 4,
+    )
+
+
+def remove_xent(model: nn.Module) -> None:
+    """Undo ``use_xent(model)``. Raises RuntimeError if it is not on. A stage without a head has nothing to undo.
+
+    Examples:
+        >>> report = use_xent(model)  # a GPTModel
+        >>> remove_xent(model)
+    """
+    base = _base(model)
+    head = vars(base).pop("_xent", None)
+    if head is not None:
+        head.remove()
+    elif base.post_process:
+        raise RuntimeError("use_xent is not on for this model")
+
+
+def _base(model: Any) -> Any:
+    base = model
+    while not isinstance(base, LanguageModule) and isinstance(getattr(base, "module", None), nn.Module):
+        base = base.module  # Float16Module, DistributedDataParallel
+    expected = "a GPTModel or MambaModel of megatron.core, or a wrapper of one"
+    if not isinstance(base, LanguageModule) or "labels" not in inspect.signature(base.forward).parameters:
+        raise TypeError(f"expected {expected}, got {type_name(base)}")
+    return base
+
+
+def _check(model: Any, layer: Any) -> None:
+    """Raise if the output layer or the loss is not Megatron's own."""
+    for one, name, owner in (
+        (layer, "forward", ColumnParallelLinear),
+        (layer, "_forward_impl", ColumnParallelLinear),
+        (model, "compute_language_model_loss", LanguageModule),
+    ):
+        if name in vars(one) or getattr(type(one), name, None) is not getattr(owner, name):
+            raise TypeError(
+                f"{name} of {type_name(one)} is not that of megatron.core's {owner.__name__}: adapters on the output "
+                "layer, changed logits and other losses are not supported"
+            )
+    for option, value in (
+        ("defer_embedding_wgrad_compute", model.config.defer_embedding_wgrad_compute),
+        ("disable_grad_reduce", layer.disable_grad_reduce),
+    ):
+        if value:
+            raise ValueError(f"the output layer has {option}=True, which use_xent does not support: expected False")
+
+
+class _Head:
+    """The replaced methods of one model."""
+
+    def __init__(self, model: Any, layer: Any, options: Any, chunks: tuple[Any, ...], uses_mask: bool) -> None:
+        self.model, self.layer, self.options, self.chunks, self.uses_mask = model, layer, options, chunks, uses_mask
+        self.labels_position = list(inspect.signature(model.forward).parameters).index("labels")
+        self._forget()
+        self.handles = [
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            model.register_forward_hook(self.after_model),
+        ]
+        layer.forward = self.output_layer
+        model.compute_language_model_loss = self.loss
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        del self.layer.forward, self.model.compute_language_model_loss
+
+    def _forget(self) -> None:
+        self.labels: Tensor | None = None
+        self.mask: Tensor | None = None
+        self.passed_on: tuple[Tensor, Tensor | None] | None = None  # (input, weight) of the output layer's last call
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forget()  # the state of a call that raised
+        position = self.labels_position
+        self.labels = args[position] if len(args) > position else kwargs.get("labels")
+        self.mask = kwargs.get("loss_mask") if self.uses_mask else None
+
+    def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        unused = self.passed_on is not None
+        self._forget()
+        if unused:
+            raise RuntimeError(f"{type(model).__name__} uses its logits without its loss: call remove_xent(model)")
+
+    def output_layer(
+        self,
+        input_: Tensor,  # (S, B, H), this rank's part of it with sequence_parallel
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        loss_of: tuple[Tensor, Tensor | None] | None = None,  # labels and mask, (S, B)
+    ) -> tuple[Tensor, Tensor | None]:
+        if loss_of is not None:
+            return self.losses(input_, self.layer.weight if weight is None else weight, *loss_of), None
+        if self.labels is None:
+            return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
+        self.passed_on = input_, weight
+        return input_, None
+
+    def loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """In place of ``compute_language_model_loss``: (B, S). ``logits`` are the output layer's input."""
+        if self.labels is None:
+            raise RuntimeError(
+                f"parts of {type(self.model).__name__} were called without its forward, whose hooks use_xent needs "
+                "(build_schedule_plan of overlap_moe_expert_parallel_comm does that): call remove_xent(model)"
+            )
+        if self.passed_on is None or self.passed_on[0] is not logits:
+            name = type(self.model).__name__
+            raise RuntimeError(f"{name} changes its logits before the loss: call remove_xent(model)")
+        (hidden, weight), self.passed_on = self.passed_on, None
+        mask = self.mask if labels is self.labels else None  # further heads have labels and masks of their own
+        labels = labels.where(labels >= 0, -100)  # Megatron computes a number there, which the mask drops
+        by_position = labels.t().contiguous(), None if mask is None else mask.t().contiguous().float()
+        losses, _ = self.layer(hidden, weight=weight, loss_of=by_position)
+        return losses.t().contiguous()
+
+    def losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+        layer = self.layer
+        bias = None if layer.skip_bias_add else layer.bias
+        options = (*self.options, "none" if mask is None else "sum")
+        call = bind(hidden, weight, labels, bias, None, options, self.chunks, None, mask, names=NAMES)
+        ranks = ranks_of(layer.tp_group)
+        call = bind_shard(call, ranks, None, layer.output_size, None, layer.sequence_parallel)
+        losses, total = losses_and_sum(call, ranks)
+        return losses if total is None or mask is None else _OfSum.apply(total, losses, mask)
+
+
+class _OfSum(torch.autograd.Function):
+    """(total, losses, mask) -> losses. Their gradient is a number times the mask; the total's is this number, else NaN.
+
+    The host does not wait for the device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask = ctx.saved_tensors[0].to(grad.dtype)
+        square = mask.square().sum()
+        number = torch.where(square > 0, (grad * mask).sum() / square, 0.0)
+        kept = (grad - number * mask).abs().amax() <= 1e-5 * grad.abs().amax()
+        return torch.where(kept, number, float("nan")), None, None
