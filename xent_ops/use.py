@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .integrations import heads
 from .ops.message_values import type_name
 
 _INTEGRATIONS = {"trl": "trl", "peft": "transformers", "transformers": "transformers", "megatron": "megatron"}
@@ -79,5 +80,5 @@ def _integration(model_or_trainer: Any) -> Any:
 
 
 def _integration_of(model_or_trainer: Any) -> str | None:
-    packages = [kind.__module__.partition(".")[0] for kind in type(model_or_trainer).__mro__]
+    packages = [kind.__module__.partition(".")[0] for kind in type(heads.inside(model_or_trainer)).__mro__]
     return next((integration for package, integration in _INTEGRATIONS.items() if package in packages), None)

@@ -10,6 +10,17 @@ def test_equal_to_one_process(pool, device, way):
     pool(2, device).run(cases.equal_to_one_process, way)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("order", ["use_xent first", "use_xent last"])
+@pytest.mark.parametrize("head", ["own", "root", "tied"])
+def test_fsdp1(pool, device, head, order, use_orig_params):
+    pool(2, device).run(cases.fsdp1, head, order, use_orig_params)
+
+
+def test_fsdp1_refusals(pool, device):
+    pool(2, device).run(cases.fsdp1_refusals)
+
+
 def test_mixed_precision(pool, device):
     pool(2, device).run(cases.mixed_precision)
 

@@ -2,15 +2,17 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import xent_ops
 from xent_ops.integrations.transformers import use_xent
 
 V = 66
@@ -83,6 +85,66 @@ def equal_to_one_process(device, way):
         torch.testing.assert_close(
             (loss, _gradients(model)), (want.detach(), _gradients(untouched)), rtol=1e-5, atol=1e-6
         )
+
+
+def _wrap(model, head, use_orig_params):
+    """FSDP1: each layer, and the head if asked for, in a group of its own."""
+    options = {"use_orig_params": use_orig_params, "device_id": torch.device(next(model.parameters()).device)}
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = FullyShardedDataParallel(layer, **options)
+    if head == "own":
+        model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def fsdp1(device, head, order, use_orig_params):
+    """Losses and weights of three steps are those of one process on the whole batch, untouched."""
+    ids, labels = _batch(device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = (labels[..., 1:] != -100).sum()
+    untouched = _model(device, tied=head == "tied")
+    model = _model(device, tied=head == "tied")
+    if order == "use_xent first":
+        use_xent(model)
+    model = _wrap(model, head, use_orig_params)
+    if order == "use_xent last":
+        report = xent_ops.use_xent(model)
+        assert (report.classes, report.features) == (V, 16)
+    both = [torch.optim.SGD(each.parameters(), 0.3) for each in (untouched, model)]
+    for _ in range(3):
+        for optimizer in both:
+            optimizer.zero_grad()
+        want = untouched(input_ids=ids.flatten(0, 1), labels=labels.flatten(0, 1)).loss
+        want.backward()
+        output = model(input_ids=ids[rank], labels=labels[rank], num_items_in_batch=total)
+        assert output.logits is None
+        (output.loss * world).backward()  # FSDP averages over ranks
+        for optimizer in both:
+            optimizer.step()
+        loss = output.loss.detach().clone()
+        dist.all_reduce(loss)
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-5, atol=1e-6)
+    with FullyShardedDataParallel.summon_full_params(model):
+        got = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in model.named_parameters()}
+        for name, value in untouched.named_parameters():
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+def fsdp1_refusals(device):
+    """The model in FSDP1's wrapper, whose weights are gone; a head of another kind in a group of its own."""
+    model = _wrap(_model(device, tied=False), "own", True)
+    with pytest.raises(TypeError, match="in FSDP1's flat parameter: pass the model's FullyShardedDataParallel"):
+        use_xent(model.module)
+    model = _model(device, tied=False)
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    use_xent(model)
+    base = model.get_base_model()
+    base.lm_head = FullyShardedDataParallel(base.lm_head, use_orig_params=True, device_id=torch.device(device))
+    ids, labels = _batch(device)
+    with pytest.raises(TypeError, match=r"the head is a peft.* is partitioned over ranks \(ZeRO-3, FSDP1\)"):
+        model(input_ids=ids[0], labels=labels[0])
 
 
 def mixed_precision(device):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("deepspeed", "transformers")
+PACKAGES = ("deepspeed", "transformers", "peft")
 ABSENT = [name for name in PACKAGES if importlib.util.find_spec(name) is None]  # importing DeepSpeed asks for compilers
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed")
+CASES = [(case, stage) for stage in (2, 3) for case in ("module", "tied", "with_use_xent")]
+CASES += [(case, 3) for case in ("zero_3_of_language_models", "adapters_on_the_head", "of_trainer")]
 
 
-@pytest.mark.parametrize("case", ["module", "tied", "use_xent"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("case, stage", CASES)
 def test_two_ranks(case, stage):
     script = str(Path(__file__).with_name("deepspeed_on_ranks.py"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

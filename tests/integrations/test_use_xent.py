@@ -277,6 +277,24 @@ def _hooks_and_attributes(model):
     return hooks, {key: value for key, value in vars(model).items() if not key.startswith("_forward")}
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_loss_of_a_second_call_of_the_head(training):
+    """As with ZeRO-3, whose mark is on the weight here. Another hook changes the hidden states once."""
+    found, calls, (ids, labels) = [], [], tiny.batch()
+    for used in (False, True):
+        torch.manual_seed(0)
+        model = tiny.make("Gemma2").train(training)
+        calls.clear()
+        model.lm_head.register_forward_pre_hook(lambda head, args: (calls.append(args[0].shape), args[0] / 2)[1])
+        if used:
+            use_xent(model, in_eval=True)
+            calls.clear()
+            model.lm_head.weight.ds_id = 0
+        found.append(tiny.step(model, model, ids, labels))
+        assert [shape[1] for shape in calls] == ([0, 9] if used else [9])
+    tiny.assert_same(found[1], found[0])
+
+
 def test_remove_xent_restores_everything():
     model = tiny.make()
     ids, labels = tiny.batch()

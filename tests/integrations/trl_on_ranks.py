@@ -1,10 +1,12 @@
 """Trainers of TRL on several ranks, with use_xent and without; started by torchrun from test_trl_ranks.py."""
 
+import itertools
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import tiny
 import torch
 import trainers
@@ -47,8 +49,56 @@ def below_fsdp(folder):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
 
 
+def below_zero_3(folder):
+    """A step of the fused head for each of its losses, use_xent before the engine is made and after."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles an operator at first, for minutes
+    kinds = {"SFT": "Llama", "DPO": "Gemma2", "GRPO": "Qwen2"}
+    for name in kinds.values():
+        trainers.saved(folder, name)  # once there is a group, rank 0 alone saves
+    trainers.saved(folder, "Llama", hidden_size=24, intermediate_size=48)
+    deepspeed.init_distributed("gloo")
+    limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, **{f"stage3_{name}": 0 for name in limits}},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    for kind, name in kinds.items():
+        found = []
+        for order in (None, "before", "after"):
+            trainer = trainers.make(kind, folder, name)
+            if order == "before":
+                use_xent(trainer)
+            engine = deepspeed.initialize(
+                model=trainer.model, config=config, model_parameters=trainer.model.parameters()
+            )[0]
+            if order == "after":
+                use_xent(trainer)
+            torch.manual_seed(int(os.environ["RANK"]))
+            ids, labels = tiny.batch()
+            outputs = engine(input_ids=ids, labels=labels, fused_lm_head=True)
+            engine.backward(outputs.loss if kind == "SFT" else (outputs.log_probs * torch.arange(8)).sum())
+            parameters = dict(trainer.model.named_parameters())
+            assert all(parameter.ds_status.name == "NOT_AVAILABLE" for parameter in parameters.values())
+            gradients = {name: deepspeed.utils.safe_get_full_grad(value) for name, value in parameters.items()}
+            found.append({"loss": outputs.loss.detach(), "log_probs": outputs.log_probs.detach(), **gradients})
+        for ours, (field, theirs) in itertools.product(found[1:], found[0].items()):
+            error = (ours[field] - theirs).norm()
+            assert error <= 1e-5 * theirs.norm() + 1e-8, f"{kind}, {field}: {error:.1e} of {theirs.norm():.1e}"
+    trainer = trainers.make("GKD", folder)
+    for parameter in trainer.model.parameters():
+        parameter.ds_id = 0  # DeepSpeed's mark
+    with pytest.raises(TypeError, match="GKDTrainer with DeepSpeed's ZeRO-3"):
+        use_xent(trainer)
+
+
 if __name__ == "__main__":
     kind = sys.argv[1]
     with tempfile.TemporaryDirectory() as name:
-        below_fsdp(Path(name)) if kind == "FSDP" else below_ddp(kind, Path(name))
+        if kind in (wrapped := {"FSDP": below_fsdp, "ZeRO-3": below_zero_3}):
+            wrapped[kind](Path(name))
+        else:
+            below_ddp(kind, Path(name))
     print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: the same\n", end="")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ _OF_PEFT = (
     ": name the head in modules_to_save, which trains all of it, or leave it out of target_modules, target_parameters "
     "and trainable_token_indices (also those of an embedding that it is tied to)"
 )
+_GATHERING = ("torch.distributed.", "deepspeed.")  # modules whose hooks gather weights
 
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -69,13 +72,81 @@ def upcasts(head: Any) -> bool:
     return logits.dtype == torch.float32 and bool((logits - exact).norm() <= 1e-5 * exact.norm())
 
 
-def refuse_partitioned(head: nn.Module) -> None:
-    """Raise TypeError for weights of DeepSpeed's ZeRO-3 (it marks its parameters): its hooks use the head's output."""
-    if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-        raise TypeError(
-            "the head's weight is partitioned by DeepSpeed's ZeRO-3, which gathers it for what the head returns alone, "
-            "and our loss is made inside: make the head a xent_ops.LinearCrossEntropyLoss, whose forward is the loss"
-        )
+def is_partitioned(module: nn.Module) -> bool:
+    """Does DeepSpeed's ZeRO-3 hold its weights in parts? It marks its parameters."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def inside(module: Any) -> Any:
+    """The module in a wrapper of FSDP1, else the module."""
+    return module.module if type(module).__name__ == "FullyShardedDataParallel" else module  # importing it takes 1 s
+
+
+def refuse_sharded(head: Any, wrapped: bool = False) -> None:
+    """Raise TypeError for a head whose weight cannot be gathered. ``wrapped``: the caller has FSDP1's wrapper."""
+    kind = type(head)
+    if wrapped or is_partitioned(
+        head
+    ):  # inside of a forward, a look at head.weight would gather it for the whole model
+        if kind is not nn.Linear:
+            raise TypeError(
+                f"the head is a {kind.__module__}.{kind.__qualname__} whose weight is partitioned over ranks (ZeRO-3, "
+                "FSDP1); expected a torch.nn.Linear there, without adapters"
+            )
+        return
+    weight: Any = head.weight if kind is nn.Linear else None
+    is_plain = type(weight) in (Tensor, nn.Parameter)
+    if is_plain and (weight.dim() != 2 or weight.untyped_storage().size() == 0):
+        raise TypeError("the head's weight is in FSDP1's flat parameter: pass the model's FullyShardedDataParallel")
+
+
+def in_call_of(module: Any, head: Any, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """``function(hidden)`` as the head's forward. ``module`` is the head, or a wrapper of it, and is called.
+
+    Hooks of ZeRO-3 and FSDP1 gather the weight, in the backward too, for what the call of a module returns.
+    """
+
+    def forward(hidden: Tensor) -> Any:
+        del head.forward
+        return function(hidden)
+
+    head.forward = forward
+    return module(hidden)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Gather each module's partitioned parameters while it runs, before DeepSpeed's engine has hooks that do so."""
+    handles: list[Any] = []
+    contexts: dict[nn.Module, Any] = {}
+
+    def gather(module: nn.Module, args: Any) -> None:
+        contexts[module] = deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)))
+        contexts[module].__enter__()
+
+    def release(module: nn.Module, args: Any, output: Any) -> None:
+        contexts.pop(module).__exit__(None, None, None)
+
+    if is_partitioned(model) and not any(_module_of(hook).startswith("deepspeed.") for hook in _pre_hooks(model)):
+        import deepspeed  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        for module in model.modules():
+            if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
+                handles.append(module.register_forward_pre_hook(gather, prepend=True))
+                handles.append(module.register_forward_hook(release))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pre_hooks(model: nn.Module) -> Iterator[Any]:
+    return (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or ""
 
 
 def adapters(head: Any) -> list[str]:
@@ -86,11 +157,11 @@ def adapters(head: Any) -> list[str]:
 def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
     """The name of a hook registered on the head after our two hooks. That hook would get an empty input.
 
-    Hooks of torch.distributed do not count: they gather the weight for FSDP.
+    Hooks of torch.distributed and DeepSpeed do not count: they gather the weight.
     """
     for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
         for number, hook in hooks.items():
-            if number > ours and not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+            if number > ours and not _module_of(hook).startswith(_GATHERING):
                 return repr_for_message(hook)
     return None
 

@@ -2,7 +2,8 @@
 
 The model's own forward runs. Hooks on the head keep the head's input and pass an empty one on. The head's call computes
 the loss, because there FSDP has gathered the weight, and ``model.loss_function`` returns it. So other terms that the
-model adds to its loss stay, for example Mixtral's auxiliary loss.
+model adds to its loss stay, for example Mixtral's auxiliary loss. ZeRO-3 and FSDP1 gather a weight, in the backward
+too, only for what a call returns: with them ``loss_function`` calls the head once more, and that call returns the loss.
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ def use_xent(
     supported. ``remove_xent(model)`` undoes it.
 
     Call it after loading the weights and after peft has added adapters to the head, but before torch.compile and DDP.
-    It runs the model twice on four tokens to find the operations on the logits.
+    It runs the model twice on four tokens to find the operations on the logits, on every rank where its weights are
+    partitioned.
 
     Args:
-        model: a causal language model of transformers, or a PeftModel around one. Changed in place.
+        model: a causal language model of transformers, or a PeftModel around one, or FSDP1's wrapper of one. Changed in
+            place.
         in_eval: use it in evaluation mode too. The output then has, instead of logits, ``predictions`` (B, S), int64,
             the most likely next token at each position (-1 where the label is ignored), and ``accuracy`` ().
         label_smoothing: as for ``cross_entropy``. It replaces Trainer's ``label_smoothing_factor``, which needs logits.
@@ -91,8 +94,8 @@ def use_xent(
         A ``Report`` of the replaced parts.
 
     Raises:
-        TypeError: another kind of model; a head that is not nn.Linear, is quantised or has DoRA; a head whose weight
-            DeepSpeed's ZeRO-3 partitions (use LinearCrossEntropyLoss there).
+        TypeError: another kind of model; a head that is not nn.Linear, is quantised or has DoRA; with ZeRO-3 or FSDP1
+            also a head with adapters.
         ValueError: the model has its own loss, calls its head more than once, reads its logits beside the loss, or
             changes them in another way than by a softcap or a scale.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
@@ -116,13 +119,14 @@ def use_xent(
             f"{type(base).__name__} has a loss of its own, {repr_for_message(base.loss_function)}; expected that of "
             "causal language models, transformers.loss.loss_utils.ForCausalLMLoss"
         )
-    head = base.get_output_embeddings()
+    head = heads.inside(base.get_output_embeddings())
     if head is None:
         raise ValueError(f"{type(base).__name__} has no head: get_output_embeddings() is None")
-    heads.refuse_partitioned(head)
+    is_wrapped = heads.inside(model) is not model
+    heads.refuse_sharded(head, is_wrapped)
     upcast = heads.upcasts(head)
     logits_dtype = torch.float32 if upcast else logits_dtype
-    tail = tails.find(base, head, upcast)
+    tail = tails.find(base, head, upcast, model if is_wrapped else None)
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.option_values(loss.row_options, head.weight.dtype)
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
@@ -131,13 +135,12 @@ def use_xent(
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict(), **tail._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)
-    weight = head.weight
     return Report(
         model=type(base).__name__,
         head=next(name for name, module in base.named_modules() if module is head),
-        classes=weight.shape[0],
-        features=weight.shape[1],
-        tied=weight is base.get_input_embeddings().weight,
+        classes=head.out_features,  # the weight may be partitioned
+        features=head.in_features,
+        tied=head.weight is base.get_input_embeddings().weight,
         adapters=heads.adapters(head),
         **tail._asdict(),
         logits_dtype=chunking.logits_dtype,
@@ -161,7 +164,8 @@ def remove_xent(model: nn.Module) -> None:
 
 
 def _base(model: Any) -> Any:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = heads.inside(model)
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
     if not isinstance(base, PreTrainedModel):
         hint = ""
         if hasattr(model, "accelerator"):  # it is a trainer
@@ -226,7 +230,7 @@ class _Hooks:
             return
         if getattr(model, "_is_replica", False):
             raise RuntimeError("use_xent does not work with torch.nn.DataParallel, whose threads share hooks: use DDP")
-        if self.model.get_output_embeddings() is not self.head:
+        if heads.inside(self.model.get_output_embeddings()) is not self.head:
             raise RuntimeError(
                 "the head is not the one that use_xent has seen: call it after peft and resize_token_embeddings"
             )
@@ -234,6 +238,8 @@ class _Hooks:
             raise RuntimeError(
                 f"{later} was registered on the head after use_xent, and would be given zero rows: register hooks first"
             )
+        if self.needs_own_call():  # other hooks on the head change what they get in the second call, and nothing before
+            self.head._forward_pre_hooks.move_to_end(self.hook_ids[0], last=False)
         ignore_index = kwargs.get("ignore_index", -100)
         self.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)
 
@@ -246,10 +252,15 @@ class _Hooks:
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        call, hidden = self.call, self.hidden
-        if call is None or hidden is None:
-            return
-        target = call.shift_labels
+        if self.call is not None and self.hidden is not None and not self.needs_own_call():
+            self.loss = self.compute(self.call, self.hidden)
+
+    def needs_own_call(self) -> bool:
+        """Is the weight gathered only for what a call returns? In FSDP1's root group it is gathered for the model's."""
+        return heads.is_partitioned(self.head) or self.model.get_output_embeddings() is not self.head
+
+    def compute(self, call: _Call, hidden: Tensor) -> Tensor:
+        head, target = self.head, call.shift_labels
         if target is None:
             target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
         target = target.to(hidden.device)
@@ -260,11 +271,10 @@ class _Hooks:
         options = {"linear_bias": bias, "ignore_index": call.ignore_index, **self.options}
         options["reduction"] = "mean" if divisor is None else "sum"
         if self.model.training:
-            self.loss = linear_cross_entropy(input, weight, target, divisor=divisor, **options)
-            return
+            return linear_cross_entropy(input, weight, target, divisor=divisor, **options)
         outputs = linear_cross_entropy_outputs(input, weight, target, divisor=divisor, **options)
-        self.loss = outputs.loss
         self.predicted = {"predictions": outputs.predictions, "accuracy": outputs.accuracy}
+        return outputs.loss
 
     def loss_function(
         self,
@@ -284,6 +294,12 @@ class _Hooks:
                     "call the model itself (old versions of peft call forward)"
                 )
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        if self.loss is None and self.hidden is not None:
+            call, self.call = self.call, None  # our hooks on the head leave this call alone
+            outer = self.model.get_output_embeddings()
+            heads.refuse_sharded(self.head, outer is not self.head)
+            self.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), self.hidden)
+            self.call = call
         seen = (self.call.num_items_in_batch is None, self.call.ignore_index, self.call.shift_labels is None)
         if self.loss is None or loss_arguments != seen:
             raise RuntimeError(

@@ -73,8 +73,8 @@ def use_xent(
         A ``Report`` of the replaced parts.
 
     Raises:
-        TypeError: another trainer; a head that is not nn.Linear, or whose weight is quantised, split over ranks or
-            partitioned by DeepSpeed's ZeRO-3.
+        TypeError: another trainer; a head that is not nn.Linear, or whose weight is quantised or split over ranks. With
+            DeepSpeed's ZeRO-3 also a head with adapters, GKDTrainer and DistillationTrainer.
         ValueError: a model that changes its logits in another way than by a softcap or a scale.
         RuntimeError: another version of TRL; a forward that is no longer TRL's; use_xent is on already, for the
             trainer or for its model.
@@ -167,7 +167,10 @@ def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
                 f"use_xent(model) of xent_ops.integrations.transformers is on for {type(model).__name__}, and gives "
                 "no log-probabilities: call its remove_xent(model) first"
             )
-        heads.refuse_partitioned(model.get_output_embeddings())
+        head = model.get_output_embeddings()
+        heads.refuse_sharded(head)
+        if kind.__name__ in _DISTILLING and heads.is_partitioned(head):
+            raise TypeError(f"{kind.__name__} with DeepSpeed's ZeRO-3, which partitions the weights of both heads")
     return models
 
 

@@ -104,7 +104,11 @@ class FusedHead:
             teacher = teacher._replace(hidden=teacher.hidden[:, :-1])
             return teacher.divergence(student, target, self.tail, num_items_in_batch, self.options)
         counted = target != -100
-        found = self._token_outputs(hidden, target, counted)
+        head = self.model.get_output_embeddings()
+        if heads.is_partitioned(head):
+            found = heads.in_call_of(head, head, lambda rows: self._token_outputs(rows, target, counted), hidden)
+        else:
+            found = self._token_outputs(hidden, target, counted)
         log_probs = found["log_probs"]
         loss = -log_probs.sum() / (counted.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         aux_loss: Any = None
