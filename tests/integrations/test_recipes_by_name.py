@@ -151,6 +151,28 @@ def test_sentence_transformers():
     assert call.replaced and call.head, str(call)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_log_probs_of_megatron_core(recipes, tied):
+    """The functions for verl, NeMo-RL, SkyRL and slime, on a GPTModel."""
+    package("megatron.core", "megatron-core")
+    import megatron_on_ranks as cases
+
+    with cases.on_a_cpu():
+        inputs, labels, _ = next(cases.batches())
+        labels = labels.clamp(min=0)
+        model, ours = cases.make(tied=tied), cases.make(tied=tied)
+        theirs = (model(*inputs) / 0.7).log_softmax(-1)
+        entropy = -(theirs.exp() * theirs).sum(-1)
+        log_probs = theirs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        recipes["return_hidden_states"](ours)
+        weight = ours.shared_embedding_or_output_weight() if tied else ours.output_layer.weight
+        found = recipes["log_probs_and_entropy"](ours(*inputs), weight, labels, None, temperature=0.7)
+        torch.testing.assert_close(found, (log_probs, entropy), rtol=1e-5, atol=1e-5)
+        ((log_probs * entropy).sum() + log_probs.sum()).backward()
+        ((found[0] * found[1]).sum() + found[0].sum()).backward()
+        cases.assert_close(*({name: p.grad for name, p in one.named_parameters()} for one in (ours, model)), 1e-5)
+
+
 def test_megatron_core(recipes):
     """The loss of logits (S, B, V) on one rank. test_megatron.py has the whole model."""
     tensor_parallel = package("megatron.core.tensor_parallel", "megatron-core")
