@@ -109,7 +109,7 @@ def cross_entropy(call: LinearCall) -> Tensor:
     """The loss for plain tensors and class indices. Tracers see one operator; in eager its checks were made."""
     head, chunking = call.head, call.head.chunking.keywords()
     args = (call.input, head.weight, call.target, head.bias, head.class_weight, call.divisor, call.token_weight)
-    if transforms.is_recorded() or transforms.is_jit_traced():
+    if transforms.any_tracer():
         options = call.loss.keywords()
         return _ops.linear_cross_entropy(*args, accumulate_dtype=head.accumulate_dtype, **chunking, **options)
     checks.token_weight(call.token_weight, call.target)

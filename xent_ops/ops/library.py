@@ -268,12 +268,7 @@ def differentiable(name: str, *args: Any, **keywords: Any) -> Any:
     25 arguments (torch 2.11, the host of an H100, 2026-11).
     """
     operator = OPERATORS[name]
-    if (
-        not torch.is_grad_enabled()
-        or transforms.is_recorded()
-        or transforms.is_jit_traced()
-        or transforms.functorch_is_active()
-    ):
+    if not torch.is_grad_enabled() or transforms.any_tracer() or transforms.functorch_is_active():
         return operator.overload(*args, **keywords)
     return operator.node(*args, keywords)
 

@@ -23,7 +23,7 @@ _ops = torch.ops.xent
 
 def _is_recorded(*tensors: Tensor | None) -> bool:
     """By a tracer, or by autograd?"""
-    if transforms.is_recorded() or transforms.is_jit_traced():
+    if transforms.any_tracer():
         return True
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 

@@ -66,6 +66,11 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 
+def any_tracer() -> bool:
+    """``is_recorded``, or is torch.jit.trace recording?"""
+    return is_recorded() or is_jit_traced()
+
+
 def is_exported() -> bool:
     """Is torch.export tracing? In torch 2.11 Dynamo always says yes, so a strict export counts as a compilation."""
     return torch.compiler.is_exporting() and not (_ANSWERS_ALWAYS and torch.compiler.is_dynamo_compiling())
