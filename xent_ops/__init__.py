@@ -11,12 +11,13 @@ from . import ops as _ops  # noqa: F401 (registers the operators)
 from ._extension import library_path
 from ._version import __version__
 from .distillation import distillation_loss, linear_distillation_loss
+from .divergence_loss import distillation_token_loss, linear_distillation_token_loss
 from .export import decompositions
 from .functional import check_targets, cross_entropy, cross_entropy_outputs, token_log_probs
 from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
-from .outputs import CrossEntropyOutputs, TokenLogProbs
+from .outputs import CrossEntropyOutputs, TokenDivergences, TokenLogProbs
 from .token_loss import linear_token_loss, token_loss
 from .top_k import linear_top_k_distillation_loss, top_k_distillation_loss
 from .use import remove_xent, use_xent
@@ -29,6 +30,7 @@ __all__ = [
     "CrossEntropyOutputs",
     "LinearCrossEntropyLoss",
     "Reduction",
+    "TokenDivergences",
     "TokenLogProbs",
     "__version__",
     "check_targets",
@@ -36,12 +38,14 @@ __all__ = [
     "cross_entropy_outputs",
     "decompositions",
     "distillation_loss",
+    "distillation_token_loss",
     "distributed",
     "inductor",
     "library_path",
     "linear_cross_entropy",
     "linear_cross_entropy_outputs",
     "linear_distillation_loss",
+    "linear_distillation_token_loss",
     "linear_token_log_probs",
     "linear_token_loss",
     "linear_top_k_distillation_loss",

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .divergence_function import bind_teacher
 from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
-from .ops.linear import composite
 from .ops.reduction import summary
 
 
@@ -89,21 +89,19 @@ def distillation_loss(
     _refuse(name, input, teacher_input, target, token_weight)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
-    spec = distillation_arguments.spec(
-        ignore_index,
-        softcap,
-        logit_scale,
-        (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
+    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    fixed = distillation_arguments.fixed_loss(
+        distillation_arguments.spec(ignore_index, softcap, logit_scale, options), hard_weight
     )
-    loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
+    loss = LossOptions(RowOptions(fixed.spec.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     distillation_checks.teacher_is_constant("teacher_input", teacher_input)
-    row_loss, _ = differentiable("distillation_forward", input, teacher_input, target, **spec.keywords())
-    return _reduced(row_loss, target, divisor, loss, token_weight)
+    values, _ = differentiable("divergences_forward", input, teacher_input, target, **fixed.spec.keywords())
+    return _reduced(fixed.of(values), target, divisor, loss, token_weight)
 
 
 @arguments.named
@@ -167,34 +165,27 @@ def linear_distillation_loss(
     transforms.refuse(name)
     target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
     _refuse(name, input, linear_weight, teacher_input, teacher_weight, target, token_weight, linear_bias, teacher_bias)
-    options, chunking = (ignore_index, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
-    call = bind(input, linear_weight, target, linear_bias, None, options, chunking, divisor, token_weight)
+    raw_options, chunking = (ignore_index, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
+    call = bind(input, linear_weight, target, linear_bias, None, raw_options, chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
-    arguments.required("teacher_input", teacher_input)
-    arguments.required("teacher_weight", teacher_weight)
-    arguments.optional("teacher_bias", teacher_bias)
-    for which, tensor in (("input", teacher_input), ("weight", teacher_weight), ("bias", teacher_bias)):
-        distillation_checks.teacher_is_constant(f"teacher_{which}", tensor)
-    spec = distillation_arguments.spec(
-        ignore_index,
-        softcap,
-        logit_scale,
-        (num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale),
+    teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))
+    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    fixed = distillation_arguments.fixed_loss(
+        distillation_arguments.spec(ignore_index, softcap, logit_scale, options), hard_weight
     )
     call = call.in_autocast_dtype()
     student = (call.input, call.head.weight, call.head.bias)
-    teacher = composite.cast_for_autocast(teacher_input, teacher_weight, teacher_bias)
-    heads = (*student[:2], target, *teacher[:2], student[2], teacher[2])
-    chunks = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
-    keywords: dict[str, Any] = {**chunks, **spec.keywords()}
     output_mask = [tensor is not None and tensor.requires_grad for tensor in student]
+    heads = (*student[:2], target, *teacher[:2], student[2], teacher.teacher_bias)
+    keywords: dict[str, Any] = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
+    keywords |= fixed.spec.keywords()
     if reduction == "none" or not (torch.is_grad_enabled() and any(output_mask)) or transforms.is_jit_traced():
-        row_loss, _ = differentiable(
-            "linear_distillation_forward", *heads, accumulate_dtype=accumulate_dtype, **keywords
-        )
-        return _reduced(row_loss, target, call.divisor, call.loss, token_weight)
+        name = "linear_divergences_forward"
+        values, _, _ = differentiable(name, *heads, accumulate_dtype=accumulate_dtype, **keywords)
+        return _reduced(fixed.of(values), target, call.divisor, call.loss, token_weight)
     loss_args = (call.divisor, token_weight, output_mask, accumulate_dtype)
-    return differentiable("linear_distillation_with_grad", *heads, *loss_args, reduction=reduction, **keywords)[0]
+    keywords |= {"hard_weight": fixed.hard_weight, "reduction": reduction}
+    return differentiable("linear_divergences_with_grad", *heads, *loss_args, **keywords)[0]
 
 
 def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .head import chunk, cross_entropy, distillation, distillation_shard, exported, ids, shard
+from .head import chunk, cross_entropy, divergence_chunk, divergences, exported, ids, shard
 from .ops.library import OPERATORS, Operator
 
 # They replace kernels that write to memory or read values. The other operators have a reference in plain torch.
@@ -16,9 +16,9 @@ _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_forward": cross_entropy.statistics,
     "linear_cross_entropy_backward": cross_entropy.gradients,
     "linear_cross_entropy_with_grad": cross_entropy.with_grad,
-    "linear_distillation_forward": distillation.statistics,
-    "linear_distillation_backward": distillation.gradients,
-    "linear_distillation_with_grad": distillation.with_grad,
+    "linear_divergences_forward": divergences.statistics,
+    "linear_divergences_backward": divergences.gradients,
+    "linear_divergences_with_grad": divergences.with_grad,
     "linear_token_logits": ids.statistics,
     "linear_token_logits_backward": ids.gradients,
     "linear_cross_entropy_shard": shard.statistics,
@@ -31,7 +31,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "linear_cross_entropy_chunk": functools.partial(
         chunk.chunk, padded=exported.padded_logits, writer=exported.Functional()
     ),
-    "linear_distillation_chunk": functools.partial(distillation_shard.chunk, padded=exported.padded_logits),
+    "linear_divergences_chunk": functools.partial(divergence_chunk.chunk, padded=exported.padded_logits),
 }
 
 

@@ -52,6 +52,34 @@ class TokenLogProbs(NamedTuple):
     lse: Tensor
 
 
+class TokenDivergences(NamedTuple):
+    """What a function of ``linear_distillation_token_loss`` gets: numbers of n tokens, each (n,), float32 (float64 for
+    float64 input). s and t are the probabilities of the student and of the teacher at the temperature, over the same
+    classes. The first five are differentiable in the student, the others are constants.
+
+    Attributes:
+        kl: KL(t || s).
+        reverse_kl: KL(s || t).
+        jsd: beta KL(t || m) + (1 - beta) KL(s || m), with m = (1 - beta) s + beta t.
+        overlap: the sum over the classes of min(s, t), which is 1 - the total variation: the acceptance rate of a draft
+            model. With ``classes``, t is the teacher's probability among all of its classes here. Rounding may make it
+            larger than 1 by 2e-7. Its gradient is discontinuous where s = t.
+        log_prob: the log-probability of the target, at a temperature of one.
+        coverage: the teacher's probability of all of the student's classes together; 1 without ``classes``.
+        agrees: 1 where both have the same most probable class, among all of their classes, else 0.
+        covers_top: 1 where the teacher's most probable class is one of the student's, else 0.
+    """
+
+    kl: Tensor
+    reverse_kl: Tensor
+    jsd: Tensor
+    overlap: Tensor
+    log_prob: Tensor
+    coverage: Tensor
+    agrees: Tensor
+    covers_top: Tensor
+
+
 def outputs_of_rows(
     rows: Sequence[Tensor],
     target: Tensor,

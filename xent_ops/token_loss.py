@@ -13,7 +13,8 @@ from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
-from .token_function import Function, TokenFunction, loss_of_head
+from .token_function import TokenFunction, loss_of_head
+from .user_function import Function
 
 _ops = torch.ops.xent
 

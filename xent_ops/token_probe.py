@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -68,7 +68,7 @@ def first_call(fn: Callable[..., Any], stats: FieldRecorder, rows: list[Tensor])
     if torch.compiler.is_compiling():
         return fn(stats, *rows)
     try:
-        with _host_reads_refused(fn, [stats.lse, stats.log_probs, *rows]):
+        with _host_reads_refused(fn, [*stats.fields.values(), *rows]):
             return fn(stats, *rows)
     except Exception as error:
         _refuse_other_parameters(fn, stats, *rows)
@@ -122,40 +122,51 @@ def is_learned_elsewhere(value: Tensor, own_leaf: Tensor) -> bool:
 
 
 class FieldRecorder:
-    """A TokenLogProbs of zeros that records whether its entropy was read."""
+    """The fields of tokens of zeros, which records those that were read."""
 
-    def __init__(self, zeros: Tensor, log_probs: Tensor) -> None:
-        self.log_probs, self.lse, self._zeros, self.entropy_was_read = log_probs, zeros, zeros, False
+    record: Any  # the NamedTuple that it stands for
+    learned: tuple[str, ...]  # the fields that have a gradient
 
-    @property
-    def entropy(self) -> Tensor:
-        self.entropy_was_read = True
-        return self._zeros
+    def __init__(self, zeros: Sequence[Tensor]) -> None:
+        self.fields = dict(zip(self.record._fields, zeros, strict=True))
+        self.read: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"TokenLogProbs has no {name!r}; it has log_probs, entropy and lse")
+        if name not in self.record._fields:
+            fields = self.listed(self.record._fields, "and").replace("stats.", "")
+            raise AttributeError(f"{self.record.__name__} has no {name!r}; it has {fields}")
+        self.read.append(name)
+        return self.fields[name]
+
+    @staticmethod
+    def listed(names: Sequence[str], last: str) -> str:
+        first = [f"stats.{name}" for name in names]
+        return f"{', '.join(first[:-1])} {last} {first[-1]}"
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
+        fields = cls.record._fields
         raise TypeError(
-            "fn gets (stats, *rows), and stats is no tensor: it has stats.log_probs, stats.entropy and stats.lse, "
-            "which are tensors (log_probs, entropy, lse = stats)"
+            f"fn gets (stats, *rows), and stats is no tensor: it has {cls.listed(fields, 'and')}, which are tensors "
+            f"({', '.join(fields)} = stats)"
         )
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.log_probs, self.entropy, self.lse))
+        return iter([getattr(self, name) for name in self.record._fields])
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, (int, slice)):
-            _no_tensor()
-        return (self.log_probs, self.entropy, self.lse)[index]
+        if isinstance(index, int):
+            return getattr(self, self.record._fields[index])
+        if not isinstance(index, slice):
+            _no_tensor(self)
+        return tuple([getattr(self, name) for name in self.record._fields[index]])
 
     def __len__(self) -> int:
-        return 3
+        return len(self.record._fields)
 
 
-def _no_tensor(*_: Any) -> Any:
-    FieldRecorder.__torch_function__()
+def _no_tensor(recorder: FieldRecorder, *_: Any) -> Any:
+    recorder.__torch_function__()
 
 
 _OTHERS = "neg pos abs invert bool float int complex index round floor ceil trunc call contains setitem delitem"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .head.float16 import Split
 from .head.loop import RowGradients, RowRange
 from .head.shard import RowStatistics
 from .kernels.options import LossOptions, Reduction
@@ -22,7 +23,8 @@ from .ops.dtensors import refuse_dtensors
 from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
-from .token_function import TokenRows, Values, loss_of_head
+from .token_function import loss_of_head
+from .user_function import TokenRows, Values
 
 _ops = torch.ops.xent
 
@@ -45,8 +47,8 @@ class TopK(TokenRows):
         rows = [row.detach() for row in (probs, token_weight) if row is not None]
         super().__init__(rows, target, ignore_index, dtype, ids)
 
-    def upstream_of_parts(self, parts: int, divisor: Tensor, values: Values) -> Callable[..., RowGradients]:
-        rows = self._rows(parts, self.number // parts)[:-1]
+    def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[..., RowGradients]:
+        rows, divisor = self._rows(parts, self.number // parts)[:-1], split.divisors[0]
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             row_values = [part.of(row) for row in rows]

@@ -86,16 +86,17 @@ class Distillation(nn.Module):
 
     def forward(self, hidden, head, target, bias, rows):
         """As Linear; rows (N,): some numbers. The teacher is the student, seen in a mirror."""
-        options = {"ignore_index": 7, "beta": 0.5, "hard_weight": 0.5, "temperature": 2.0, "softcap": 30.0}
+        options = {"ignore_index": 7, "temperature": 2.0, "softcap": 30.0, "fields": "mixture,overlap,log_prob"}
         chunks = {"chunk_rows": self.chunk_rows, "ignore_index": 7}
         logits, teacher = hidden @ head.t(), hidden @ head.flip(0).t()
-        loss, statistics = ops.distillation_forward(logits, teacher, target, **options)
-        gradient = ops.distillation_backward(rows, logits, teacher, target, statistics, **options)
-        with_grad = ops.distillation_with_grad(logits, teacher, target, rows, ignore_index=7, beta=1.0)
+        values, statistics = ops.divergences_forward(logits, teacher, target, **options)
+        upstream = rows.expand(5, -1)
+        gradient = ops.divergences_backward(upstream, logits, teacher, target, statistics, **options)
+        with_grad = ops.divergences_with_grad(logits, teacher, target, rows, ignore_index=7, fields="reverse_kl")
         heads = (hidden, head, target, hidden, head.flip(0), bias)
-        of_rows, statistics = ops.linear_distillation_forward(*heads, **chunks)
-        again = ops.linear_distillation_backward(rows, statistics, *heads, **chunks)
-        return loss, gradient, *with_grad, of_rows, *again, *ops.linear_distillation_with_grad(*heads, **chunks)
+        of_rows, statistics, _ = ops.linear_divergences_forward(*heads, **chunks)
+        again = ops.linear_divergences_backward(upstream, statistics, *heads, **chunks)
+        return values, gradient, *with_grad, of_rows, *again, *ops.linear_divergences_with_grad(*heads, **chunks)
 
 
 def distillation_inputs(rows, classes, features, dtype, device):

@@ -16,7 +16,7 @@ from torch._functorch import config
 import xent_ops
 
 V, H, TEACHER_H, N = 40, 16, 8, 24
-LINEAR = "linear_distillation_with_grad"
+LINEAR = "linear_divergences_with_grad"
 
 
 def inputs(device, rows=N):
@@ -84,11 +84,11 @@ def test_any_number_of_rows(device, step):
 @pytest.mark.parametrize(
     "step, in_place, functional, times",
     [
-        (of_logits, "distillation_backward_", "distillation_backward", 1),
+        (of_logits, "divergences_backward_", "divergences_backward", 1),
         (of_heads, "scale_grad_", "linear_scale_grad", 2),
         # These differ before Inductor.
         pytest.param(without_target, "scale_grad_", "linear_scale_grad", 2, marks=pytest.mark.slow),
-        pytest.param(rows, "linear_distillation_backward", "linear_scale_grad", 1, marks=pytest.mark.slow),
+        pytest.param(rows, "linear_divergences_backward", "linear_scale_grad", 1, marks=pytest.mark.slow),
     ],
     ids=lambda case: getattr(case, "__name__", None),
 )

@@ -182,11 +182,11 @@ def test_distillation_has_as_many_chunks_for_every_number_of_rows():
     hidden, head, target, bias, upstream = placeholders(module, given, (rows, None, rows, None, rows))
     heads, dw_and_dh = [hidden, head, target, hidden, head, bias], (3, 1 + 4)  # by addmm and by mm
     with hidden.fake_mode:
-        saved = [upstream, upstream.new_empty((4, *upstream.shape))]
+        saved = [upstream.expand(5, -1), upstream.new_empty((7, *upstream.shape))]
         for name, args, of_rows, (added, written) in (
-            ("linear_distillation_with_grad", heads, packed.ops.distillation_with_grad_, dw_and_dh),
-            ("linear_distillation_forward", heads, packed.ops.distillation_forward, (0, 0)),
-            ("linear_distillation_backward", [*saved, *heads], packed.ops.distillation_backward_, dw_and_dh),
+            ("linear_divergences_with_grad", heads, packed.ops.divergences_with_grad_, dw_and_dh),
+            ("linear_divergences_forward", heads, packed.ops.divergences_forward, (0, 0)),
+            ("linear_divergences_backward", [*saved, *heads], packed.ops.divergences_backward_, dw_and_dh),
         ):
             graph = packages.traced_launches(name, args, {"chunk_rows": 100}).graph
             calls = [

@@ -243,9 +243,9 @@ def graph(device):
         wait = "_c10d_functional.wait_tensor"
         # gloo's is waited for at once
         gather = ["_c10d_functional.all_gather_into_tensor", wait, *([wait] if device == "cpu" else [])]
-        middle = ["xent.distillation_forward", *gather] if between else []
+        middle = ["xent.divergences_forward", *gather] if between else []
         last = ["_c10d_functional.all_reduce", wait, "xent.attach_gradients"]
-        assert forward == ["xent.linear_distillation_chunk", *gather, *middle, *last], forward
+        assert forward == ["xent.linear_divergences_chunk", *gather, *middle, *last], forward
         assert backward == ["xent.linear_scale_grad"] * 3
 
 
@@ -282,9 +282,9 @@ def inductor(device):
     made, (forward, backward) = run_and_get_code(run, torch.compile(step, fullgraph=True))
     torch.testing.assert_close(made, run(step), rtol=2e-5, atol=1e-6)
     same_bits_everywhere(made[0])
-    gather, chunk = "all_gather_into_tensor", "linear_distillation_chunk"
+    gather, chunk = "all_gather_into_tensor", "linear_divergences_chunk"
     begin = [chunk, gather]
-    end = ["distillation_forward", gather, f"{chunk}_grad_", "all_reduce_", "linear_cross_entropy_chunk_add_"]
+    end = ["divergences_forward", gather, f"{chunk}_grad_", "all_reduce_", "linear_cross_entropy_chunk_add_"]
     calls = [call for call in called(forward[forward.index("def call") :]) if call != "wait_tensor"]
     assert calls == [*begin, *begin, *end, *begin, *end, *end, "attach_gradients"], calls
     assert called(backward).count("scale_grad_") == 3

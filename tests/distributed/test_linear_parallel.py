@@ -3,6 +3,7 @@
 import batch_invariant_cases as batch_invariant
 import bench_cases as bench
 import distillation_cases as distillation
+import distillation_token_cases as distillation_token
 import linear_compiled_cases as compiled
 import linear_dtensor_cases as dtensor
 import linear_error_cases as errors
@@ -53,7 +54,7 @@ def test_behaviour(pool, device, world, case):
 # Who joins more than two ranks' statistics is the same for all losses: test_values has three in each run.
 @pytest.mark.parametrize("world", FEW)
 @pytest.mark.parametrize("kind", KINDS)
-@each(log_probs.values, token_loss.values, distillation.values, few_classes.values)
+@each(log_probs.values, token_loss.values, distillation.values, distillation_token.values, few_classes.values)
 def test_values_of_other_losses(pool, device, world, kind, case):
     pool(world, device).run(case, kind)
 
@@ -68,6 +69,7 @@ def test_values_of_other_losses(pool, device, world, kind, case):
     distillation.ignored_rows_of_nan,
     distillation.behaviour,
     distillation.errors,
+    distillation_token.behaviour,
     few_classes.without_gradients_and_errors,
     precision.float32_logits,
     precision.eight_bits,

@@ -353,8 +353,8 @@ def test_errors(device):
         with pytest.raises(error, match=text):
             make()
     with pytest.raises(RuntimeError, match="teacher_logits requires grad"):
-        torch.ops.xent.distillation_forward(x, x, target)
-    assert OPERATORS["distillation_forward"].check_values is not None
+        torch.ops.xent.divergences_forward(x, x, target)
+    assert OPERATORS["divergences_forward"].check_values is not None
 
 
 def test_dtensors_are_refused(device):

@@ -53,6 +53,15 @@ def of_tokens(stats, *rows):
     return value * rows[0] if rows else value
 
 
+def of_divergences(d, *rows):
+    value = d.kl + d.jsd - d.overlap * d.coverage
+    return value * rows[0] if rows else value
+
+
+def of_all_divergences(d, *rows):
+    return of_divergences(d, *rows) - d.log_prob * (1 + d.agrees)
+
+
 # What calls are made of
 
 TARGET = torch.tensor([3, 1, 0, 3, 4, 2])
@@ -99,6 +108,13 @@ DISTILLATION = {
     "mixture": {**LINEAR, **TEACHER, "beta": 0.25, "reduction": "none"},
 }
 
+DRAFT = {"teacher_weight": randn(2 * V, 8, seed=4), "classes": torch.arange(1, 2 * V, 2)}
+DIVERGENCES = {
+    "no target": {**HEAD, **TEACHER, "fn": of_divergences},
+    "target": {**LINEAR, **TEACHER, "fn": of_all_divergences},
+    "sum": {**LINEAR, **TEACHER, "fn": of_divergences, "reduction": "sum"},
+}
+
 
 def of_logits(bases):
     """The same with logits."""
@@ -124,6 +140,9 @@ CALLS = {  # of each function, its bases
     "linear_token_log_probs": LOG_PROBS,
     "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
     "linear_distillation_loss": DISTILLATION,
+    "linear_distillation_token_loss": DIVERGENCES
+    | {"draft vocabulary": {**LINEAR, **TEACHER, **DRAFT, "fn": of_divergences}},
+    "distillation_token_loss": of_logits(DIVERGENCES),
     "linear_top_k_distillation_loss": TOP_K,
     "top_k_distillation_loss": {
         label: {key: value for key, value in base.items() if key != "linear_weight"} | {"input": randn(N, V, seed=11)}
@@ -147,6 +166,7 @@ CALLS = {  # of each function, its bases
     "distributed.vocab_parallel_linear_distillation_loss": as_shards(
         DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
     ),
+    "distributed.vocab_parallel_linear_distillation_token_loss": as_shards(DIVERGENCES),
     "distributed.vocab_parallel_linear_top_k_distillation_loss": as_shards(
         {label: base for label, base in TOP_K.items() if label != "none"}
     ),
@@ -170,9 +190,11 @@ def of_input(*shape):
 
 # Of a parameter with a default another value, where helpers/samples.py has none. A function is called with the base.
 VALUES = {
+    "beta": 0.75,
     "bias_shard": of_input(V),
     "class_start": 0,
     "class_weight": randn(V, seed=8).abs(),
+    "classes": torch.tensor([3, 1, 0, 2, 6, 5, 4]),
     "device": "meta",
     "dim": 0,
     "divisor": 3.0,
@@ -185,7 +207,7 @@ VALUES = {
     "rows": lambda base: (number_a_row(base),),
     "tail": lambda base: not base.get("tail", False),
     "target": torch.tensor([-100, 3, 0, 1, 4, 3]),
-    "teacher_bias": randn(V, seed=9),
+    "teacher_bias": lambda base: randn(len(base["teacher_weight"]), seed=9),
     "teacher_bias_shard": randn(V, seed=9),
     "tied_weight": lambda base: torch.nn.Parameter(randn(V, H, seed=10).bfloat16()),
     "token_weight": number_a_row,

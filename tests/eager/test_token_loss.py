@@ -162,7 +162,8 @@ def test_three_products_and_four(device):
         (focal, False),
         (reinforce, True),  # it unpacks
         (lambda stats, *_: stats.lse, False),
-        (lambda stats, *_: stats[0], True),
+        (lambda stats, *_: stats[0], False),
+        (lambda stats, *_: stats[1], True),
         (lambda stats, *_: stats.log_probs * stats.entropy.detach(), True),
     ],
 )

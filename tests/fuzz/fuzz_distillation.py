@@ -28,7 +28,7 @@ def draw(random, seed, device, name, backend, ranks=1):
     padding, teacher_padding = (pick((0, 3, 5)), pick((0, 1, 8))) if maybe(0.3) and not split else (0, 0)
     ignored, rows = pick((-100, -1, classes + 9)), torch.Size(shape).numel()
     targets = [ignored if maybe(0.3) else random.randrange(classes) for _ in range(rows)]
-    for option, (_, *choices) in drawn("distillation_forward").items():
+    for option, (_, *choices) in (drawn("divergences_with_grad") | {"beta": (0.0, 0.5, 1.0, 0.03, 0.875)}).items():
         if maybe(0.4):
             given[option] = pick(choices)
     with_target = "hard_weight" in given or maybe(0.7)

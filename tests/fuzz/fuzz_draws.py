@@ -8,6 +8,7 @@ import inspect
 import random
 
 import fuzz_distillation
+import fuzz_divergences
 import fuzz_top_k
 import torch
 from fuzz_program import Draw
@@ -28,6 +29,7 @@ ALONE = (
     "linear_token_log_probs",
     "linear_token_loss",
     *fuzz_distillation.NAMES,
+    *fuzz_divergences.NAMES,
     *fuzz_top_k.NAMES,
 )
 OVER_RANKS = (
@@ -36,6 +38,7 @@ OVER_RANKS = (
     "vocab_parallel_linear_token_log_probs",
     "vocab_parallel_linear_token_loss",
     fuzz_distillation.OVER_RANKS,
+    fuzz_divergences.OVER_RANKS,
     fuzz_top_k.OVER_RANKS,
 )
 OUTPUTS = {
@@ -65,7 +68,7 @@ def parameters_of(name):
 
 def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
     program = _Program(random.Random(seed), seed, device, names, backend, ranks)
-    for others in (fuzz_distillation, fuzz_top_k):
+    for others in (fuzz_distillation, fuzz_divergences, fuzz_top_k):
         if program.name in (*others.NAMES, others.OVER_RANKS):
             return others.draw(program.random, seed, device, program.name, backend, ranks)
     return program.draw()

@@ -21,9 +21,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1.5, -2.0, 0.5),
     "lse_square_scale": (0.125, 2.0**-13),
     "reduction": ("sum", "none"),
-    "beta": (0.5, 1.0, 0.03, 0.875),
+    "beta": (0.25, 0.03, 0.875),
     "temperature": (2.0, 0.5),
     "hard_weight": (0.5, -0.25),
+    "fields": ("kl,reverse_kl,mixture,overlap,log_prob", "overlap", "kl,log_prob", "mixture,log_prob"),
     "teacher_softcap": (3.0,),
     "teacher_logit_scale": (0.75, -0.75),
     "output_mask": ([True, False, False], [False, True, True]),
@@ -33,7 +34,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "group_name": (),  # needs ranks: tests/distributed
     "gathered_input": (),
 }
-PATHS = {"beta": VALUES["beta"][:2]}  # numbers that choose another formula, not only another value
 BY_TYPE: dict[str, tuple[Any, ...]] = {
     "bool": (True, False),
     "float": (0.5,),
@@ -50,6 +50,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "beta": (1.5, -0.1),
     "temperature": (0.0, INF),
     "hard_weight": (NAN,),
+    "fields": ("jsd", "kl,kl", ""),
     "teacher_softcap": (0.0,),
     "teacher_logit_scale": (INF,),
     "num_classes": (0, -1),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from helpers.option_values import BY_TYPE, PATHS, VALUES, arguments_of
+from helpers.option_values import BY_TYPE, VALUES, arguments_of
 
 from xent_ops.kernels.options import RowOptions
 from xent_ops.kernels.reference import accumulator
@@ -97,7 +97,7 @@ def values_of(name: str, argument: str, problem: Problem) -> list[Any]:
     found, kind = arguments_of(name)[argument], str(arguments_of(name)[argument].real_type)
     if argument in VALUES:
         values = VALUES[argument]
-        return list(PATHS.get(argument, values[:1] if "float" in kind else values))
+        return list(values[:1] if "float" in kind else values)
     if "Tensor" in kind:
         rows = {one.name: one.or_scalar for one in contract_of(name).tensors}
         return [ROWS, *[SCALAR] * rows.get(argument, False), *[EMPTY] * (argument in MAY_BE_EMPTY)]
@@ -124,7 +124,7 @@ def _target(name: str, shape: Sequence[int], ignore_index: int, problem: Problem
     classes = classes[..., :1].expand(shape).clone() if problem.apart and shape else classes
     if name == "ids" and classes.numel():
         classes[..., -1] = classes[..., 0]
-    if classes.numel() > 3 and not problem.apart:
+    if classes.numel() > 3 and not problem.apart and name != "classes":
         classes.view(-1)[3:5] = ignore_index
     return classes
 
@@ -134,7 +134,7 @@ def _tensor(name: str, argument: str, kind: str, values: dict[str, Any], problem
     own, primary = problem.dtype, values.get(contract_of(name).primary)
     wide = accumulator(torch.empty(0, dtype=own))
     if like == "index":
-        sizes = [*problem.rows, *map(problem.size, shape.behind)]
+        sizes = [*(problem.rows if shape.rows else ()), *map(problem.size, shape.behind)]
         return _target(argument, sizes, values.get("ignore_index", -100), problem)
     if like == "int32":
         return torch.tensor(3, dtype=torch.int32, device=problem.device)
@@ -160,8 +160,8 @@ def _tensor(name: str, argument: str, kind: str, values: dict[str, Any], problem
         whole = _random(argument, (*sizes[:-2], sizes[-2] + 1, sizes[-1]), problem.device)
         return (whole / 2).to(dtype)[..., :-1, :]
     tensor = _random(argument, tuple(sizes), problem.device)
-    if argument == "joined":  # at one temperature, one lse serves both losses
-        tensor = torch.cat([tensor[:3], tensor[:1]])
+    if argument == "joined":  # at one temperature one lse serves the log-probability, and the teacher has one
+        tensor = torch.cat([tensor[:5], tensor[:2]])
     if argument == "probs":  # of some classes: with a tail they add up to one at most
         return (tensor.softmax(-1) / 2).to(dtype)
     positive = argument in ("weight", "token_weight", "divisors", "probabilities")
@@ -276,7 +276,7 @@ def _chosen(
     found = [least]
     if each:
         for argument in (*required, *optional):
-            if argument in dict(always) or ("float" in str(arguments[argument].real_type) and argument not in PATHS):
+            if argument in dict(always) or "float" in str(arguments[argument].real_type):
                 continue  # the call with all numbers will do
             for value in values_of(name, argument, problem):
                 found.append(complete(name, problem, {**least, argument: value}))

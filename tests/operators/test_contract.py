@@ -31,9 +31,9 @@ def test_what_each_operator_has():
 cross_entropy_forward: logits; V=logits; batch_invariant label_smoothing softcap logit_scale with_entropy
 cross_entropy_reduced: logits; V=logits; label_smoothing softcap logit_scale lse_square_scale reduction
 cross_entropy_backward: logits; V=logits; grad_dtype label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy lse_square_scale
-distillation_forward: logits; V=logits T=teacher_logits; target joined
-distillation_backward: logits; V=logits T=teacher_logits; target
-distillation_with_grad: logits; V=logits T=teacher_logits; target
+divergences_forward: logits; V=logits T=teacher_logits; target joined target
+divergences_backward: logits; V=logits T=teacher_logits; grad_dtype target target
+divergences_with_grad: logits; V=logits T=teacher_logits; target target target
 linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy
 linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
@@ -44,11 +44,11 @@ linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_
 attach_gradients: input; H=input columns=linear_weight; value
 row_divisors: target; V=weight; dtype token_weight lse_square_scale reduction divisor
 row_summary: loss; V=weight; token_weight lse_square_scale reduction
-linear_distillation_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target
-linear_distillation_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask
-linear_distillation_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target output_mask token_weight reduction divisor
-linear_distillation_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; target input
-linear_distillation_chunk_grad_: logits; V=linear_weight H=linear_weight; target logits
+linear_divergences_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target target target output_mask token_weight reduction divisor
+linear_divergences_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target
+linear_divergences_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target output_mask
+linear_divergences_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; logits_dtype target target input
+linear_divergences_chunk_grad_: logits; V=linear_weight H=linear_weight; target target logits
 linear_cross_entropy_shard: input; H=input V=linear_weight; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
 linear_cross_entropy_shard_join: input; H=input V=linear_weight ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 row_targets: ids; K=ids; no rule
@@ -79,18 +79,23 @@ def test_what_goes_together():
     assert_expected_inline(
         "\n".join(f"{text}: {' '.join(names)}" for text, names in found.items()),
         """\
-reduction=none never: cross_entropy_reduced row_divisors row_summary cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_distillation_with_grad
+reduction=none never: cross_entropy_reduced row_divisors row_summary cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_divergences_with_grad
 grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
 lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk_grad_
-class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_forward mask_ids_ ids_grad_ distillation_forward distillation_backward distillation_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
-divisor with reduction: row_divisors linear_cross_entropy linear_cross_entropy_with_grad linear_distillation_with_grad
+class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_grad_ divergences_forward divergences_backward divergences_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_ linear_divergences_chunk linear_divergences_chunk_grad_
+divisor with reduction: row_divisors linear_cross_entropy linear_cross_entropy_with_grad linear_divergences_with_grad
 mask_ids not beside all others: token_logits token_logits_backward linear_token_logits linear_token_logits_backward
-label_smoothing never: token_logits token_logits_backward ids_forward mask_ids_ ids_grad_ linear_token_logits linear_token_logits_backward
-joined with class_start num_classes beta: distillation_forward
-num_classes never: distillation_forward distillation_backward distillation_backward_ distillation_with_grad distillation_with_grad_ linear_distillation_forward linear_distillation_backward linear_distillation_with_grad
+label_smoothing never: token_logits token_logits_backward ids_grad_ linear_token_logits linear_token_logits_backward
+joined with class_start num_classes fields: divergences_forward
+num_classes never: divergences_forward divergences_backward divergences_backward_ divergences_with_grad divergences_with_grad_ linear_divergences_forward linear_divergences_backward linear_divergences_with_grad linear_divergences_chunk linear_divergences_chunk_grad_
+fields=kl,reverse_kl,mixture,overlap,log_prob never: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
+fields=overlap never: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
+fields=kl,log_prob with hard_weight: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
+fields=mixture,log_prob with hard_weight: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
+hard_weight with fields: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
 batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad linear_cross_entropy_shard linear_cross_entropy_shard_join
-num_classes not beside all others: linear_cross_entropy_backward
+num_classes not beside all others: linear_cross_entropy_backward linear_divergences_forward linear_divergences_backward
 products=fp8 never: linear_token_logits linear_token_logits_backward
 products=fp8_gradients never: linear_token_logits linear_token_logits_backward
 with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk
@@ -99,7 +104,8 @@ label_smoothing not beside all others: linear_cross_entropy_chunk linear_cross_e
 ids with at_ids grad_ids: linear_cross_entropy_chunk_grad_
 at_ids with ids grad_ids: linear_cross_entropy_chunk_grad_
 grad_ids with ids at_ids: linear_cross_entropy_chunk_grad_
-mask_ids with ids at_ids grad_ids: linear_cross_entropy_chunk_grad_""",
+mask_ids with ids at_ids grad_ids: linear_cross_entropy_chunk_grad_
+classes not beside all others: linear_divergences_chunk""",
     )
 
 
@@ -123,7 +129,7 @@ def test_a_target_out_of_range_is_an_index_error(monkeypatch, name, kernel):
     """On a CPU. Elsewhere it is NaN in its row: test_targets_out_of_range.py."""
     if kernel == "plain torch":
         monkeypatch.setattr(cpu, "kernel", lambda name: None)
-    sample = variants(name, Problem(), {"hard_weight": 0.5}, each=False)[0]
+    sample = variants(name, Problem(), {"hard_weight": 0.5, "fields": "kl,log_prob"}, each=False)[0]
     checked = contract_of(name)
     index = checked.positions["ids" if "ids" in checked.required else "target"]
     classes = checked.bind(sample.args, sample.options)._asdict().get("num_classes") or 37

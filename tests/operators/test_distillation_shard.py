@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+from fixed_losses import fixed
 from helpers.covering import covering
 from helpers.interpreter import INTERPRETED
 from test_distillation_values import BETAS, DTYPES, OPTIONS, long_in_float64
 
-from xent_ops.head import distillation_shard
-from xent_ops.kernels.distillation import Distillation
-from xent_ops.kernels.options import as_record
+from xent_ops.head import divergence_chunk
 from xent_ops.testing import assert_distillation, distillation_oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -27,11 +26,6 @@ def problem(device, dtype, classes, rows=6):
     return logits.to(device), teacher.to(device), target.to(device)
 
 
-def record(classes, **options):
-    """The options of a call as a record."""
-    return Distillation(**as_record({"num_classes": classes, **options}))
-
-
 def slices(logits, teacher, starts, padding=0):
     """(class_start, student, teacher) of each slice; behind the last class columns of padding, other ones of each."""
     ends = [*starts[1:], logits.shape[-1]]
@@ -43,26 +37,26 @@ def slices(logits, teacher, starts, padding=0):
     return found
 
 
-def joined(parts, target, how):
+def joined(parts, target, spec):
     """As the loop over ranks does it, columns behind the classes cut off."""
     cut = [
-        (start, *(logits[:, : min(logits.shape[1], how.num_classes - start)] for logits in both))
+        (start, *(logits[:, : min(logits.shape[1], spec.num_classes - start)] for logits in both))
         for start, *both in parts
     ]
-    made = [distillation_shard.chunk_statistics(*both, target, start, how) for start, *both in cut]
-    assert {tuple(one.shape) for one in made} == {(1, distillation_shard.width(len(target), how))}
-    rows = distillation_shard.join_statistics(torch.cat(made), target, how)
-    sums = [distillation_shard.mixture_sums(*both, target, rows, start, how) for start, *both in cut]
-    return rows if sums[0] is None else distillation_shard.add_mixture_sums(rows, torch.cat(sums), target, how)
+    made = [divergence_chunk.slice_statistics(*both, target, start, False, spec) for start, *both in cut]
+    assert {tuple(one.shape) for one in made} == {(1, divergence_chunk.width(len(target), spec, False))}
+    rows = divergence_chunk.join(torch.cat(made), target, cut[0][0], spec, False)
+    sums = [divergence_chunk.second_sums(*both, target, rows, start, spec) for start, *both in cut]
+    return rows if sums[0] is None else divergence_chunk.add_second_sums(rows, torch.cat(sums), spec)
 
 
 def gradients(parts, target, rows, how, scale):
     """By the operator and by its twin, each over all slices."""
-    apart, over = [], []
+    apart, over, upstream = [], [], how.upstream(scale.to(rows.values.dtype).expand(target.shape))
     for start, logits, teacher in parts:
         given = (teacher, target, rows.statistics, start)
-        apart.append(ops.distillation_backward(scale, logits, *given, **how.keywords()))
-        assert ops.distillation_backward_(scale, logits, *given, **how.keywords()) is None
+        apart.append(ops.divergences_backward(upstream, logits, *given, **how.spec.keywords()))
+        assert ops.divergences_backward_(upstream, logits, *given, **how.spec.keywords()) is None
         over.append(logits)
     return apart, over
 
@@ -77,25 +71,25 @@ def test_values(device, place, name, beta, dtype):
     target = torch.where(target == -100, options.get("ignore_index", -100), target)
     scale = torch.randn(len(target), generator=torch.Generator().manual_seed(3)).to(device)
     expected = distillation_oracle(logits, teacher, target, grad_loss=scale, **options)
-    how = record(classes, **options)
+    how = fixed(num_classes=classes, **options)
     for padding in (5,) if INTERPRETED else (0, 5):
         parts = slices(logits, teacher, starts, padding)
-        rows = joined(parts, target, how)
+        rows = joined(parts, target, how.spec)
         for made in gradients(parts, target, rows, how, scale):
             assert all(grad.dtype == dtype for grad in made)
             if padding:
                 assert not made[-1][:, -padding:].any(), "padding got a gradient"
-            assert_distillation(rows.loss, torch.cat(made, -1)[:, :classes], expected)
+            assert_distillation(how.of(rows.values), torch.cat(made, -1)[:, :classes], expected)
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_slices_that_do_not_tile(device, beta):
     """NaN in every loss and in the gradients, but for ignored rows."""
     logits, teacher, target = problem(device, torch.float32, 40)
-    how = record(40, beta=beta)
+    how = fixed(num_classes=40, beta=beta)
     for parts in (slices(logits, teacher, (0, 17))[1:], 2 * slices(logits, teacher, (0,))):
-        rows = joined(parts, target, how)
-        assert rows.loss.isnan().equal(target != -100)
+        rows = joined(parts, target, how.spec)
+        assert how.of(rows.values).isnan().equal(target != -100)
         grad = gradients(parts[:1], target, rows, how, torch.ones((), device=device))[0][0]
         assert grad.isnan().all(-1).equal(target != -100) and not grad[target == -100].any()
 
@@ -103,12 +97,12 @@ def test_slices_that_do_not_tile(device, beta):
 def test_errors(device):
     """Beside those that follow from the contract."""
     logits, teacher, target = problem(device, torch.float32, 40)
-    statistics = torch.zeros(4, len(target), device=device)
-    forward = ops.distillation_forward
+    statistics = torch.zeros(7, len(target), device=device)
+    forward = ops.divergences_forward
     text = "logits has 40 of the 60 classes from class_start=5 on but teacher_logits 39"
     with pytest.raises(ValueError, match=text):
-        forward(logits, teacher[:, 1:], target, None, 5, num_classes=60)
-    with pytest.raises(ValueError, match="at a beta between 0 and 1"):
-        forward(logits, teacher, target, statistics, 5, num_classes=60)
-    with pytest.raises(RuntimeError, match="over a slice of the classes has no derivative"):
-        forward(logits.requires_grad_(), teacher, target, None, 5, num_classes=60)[0].sum().backward()
+        forward(logits, teacher[:, 1:], target, None, None, 5, num_classes=60)
+    with pytest.raises(ValueError, match="mixture or overlap among the fields"):
+        forward(logits, teacher, target, None, statistics, 5, num_classes=60)
+    with pytest.raises(RuntimeError, match="over a slice of the classes have no derivative"):
+        forward(logits.requires_grad_(), teacher, target, None, None, 5, num_classes=60)[0].sum().backward()

@@ -4,31 +4,31 @@ import math
 
 import pytest
 import torch
+from fixed_losses import backward, fixed, forward, with_grad, with_grad_
 from helpers.covering import covering
-from test_distillation_shard import gradients, joined, problem, record, slices
+from test_distillation_shard import gradients, joined, problem, slices
 from test_distillation_values import BETAS, DTYPES, INF
 
 from xent_ops.testing import assert_distillation, distillation_oracle
 
 pytestmark = pytest.mark.interpreter
-ops = torch.ops.xent
 
 
 def of_all(logits, teacher, target, scale, starts, **options):
     """(losses, gradient) of each operator and of its in-place form."""
-    loss, statistics = ops.distillation_forward(logits, teacher, target, **options)
-    made = [(loss, ops.distillation_backward(scale, logits, teacher, target, statistics, **options))]
-    made.append(ops.distillation_with_grad(logits, teacher, target, scale, **options))
+    loss, statistics = forward(logits, teacher, target, **options)
+    made = [(loss, backward(scale, logits, teacher, target, statistics, **options))]
+    made.append(with_grad(logits, teacher, target, scale, **options))
     over = logits.clone()
-    made.append((ops.distillation_with_grad_(over, teacher, target, scale, **options), over))
+    made.append((with_grad_(over, teacher, target, scale, **options), over))
     return made
 
 
 def of_slices(logits, teacher, target, scale, starts, **options):
     """The same, of slices from ``starts`` on whose statistics are joined."""
-    how, parts = record(logits.shape[-1], **options), slices(logits, teacher, starts)
-    rows = joined(parts, target, how)
-    return [(rows.loss, torch.cat(made, -1)) for made in gradients(parts, target, rows, how, scale)]
+    how, parts = fixed(num_classes=logits.shape[-1], **options), slices(logits, teacher, starts)
+    rows = joined(parts, target, how.spec)
+    return [(how.of(rows.values), torch.cat(made, -1)) for made in gradients(parts, target, rows, how, scale)]
 
 
 WAYS = [of_all, of_slices]
@@ -120,8 +120,8 @@ def test_a_target_in_the_padding_of_a_head(device, raises_out_of_range):
     options = {"num_classes": 10, "hard_weight": 0.5}
     if raises_out_of_range:
         for call in (
-            lambda: ops.distillation_forward(logits, teacher, target, **options),
-            lambda: ops.distillation_with_grad(logits, teacher, target, one, **options),
+            lambda: forward(logits, teacher, target, **options),
+            lambda: with_grad(logits, teacher, target, one, **options),
         ):
             with pytest.raises(IndexError, match="target 11 is out of bounds: valid are 0 to 9"):
                 call()
@@ -141,7 +141,7 @@ def test_targets_out_of_range(device, run, raises_out_of_range, dtype):
         with pytest.raises(IndexError, match="target 40 is out of bounds: valid are 0 to 39"):
             run(logits, teacher, target, one, (0, 17), hard_weight=0.5)
         with pytest.raises(IndexError, match="target 40 is out of bounds: valid are 0 to 39"):
-            ops.distillation_with_grad(logits, teacher, target, one, hard_weight=0.5)
+            with_grad(logits, teacher, target, one, hard_weight=0.5)
         return
     for loss, grad in run(logits, teacher, target, one, (0, 17), hard_weight=0.5):
         assert loss[0].isnan() and loss[1:].isfinite().all()

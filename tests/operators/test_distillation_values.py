@@ -4,15 +4,14 @@ import math
 
 import pytest
 import torch
-from flat_options import FlatOptions
+from fixed_losses import backward, backward_, fixed, forward, with_grad, with_grad_
 from helpers.covering import covering
 
-from xent_ops.kernels import reference_distillation
+from xent_ops.kernels import reference_divergences
 from xent_ops.testing import assert_distillation, distillation_oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
 
-ops = torch.ops.xent
 INF, BETAS = math.inf, (0.0, 0.25, 0.875, 1.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Exactly representable: the interpreter hands kernels a Python float as float32.
@@ -59,30 +58,30 @@ def test_values(device, widths, name, beta, dtype):
     scale = torch.randn(4, generator=torch.Generator().manual_seed(3)).to(device)
     expected = distillation_oracle(logits, teacher, target, grad_loss=scale, **options)
     before = logits.clone()
-    loss, statistics = ops.distillation_forward(logits, teacher, target, **options)
-    assert loss.dtype == statistics.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    grad = ops.distillation_backward(scale, logits, teacher, target, statistics, **options)
+    loss, statistics = forward(logits, teacher, target, **options)
+    grad = backward(scale, logits, teacher, target, statistics, **options)
     assert grad.dtype == dtype and grad.is_contiguous()
     assert_distillation(loss, grad, expected)
-    at_once, made = ops.distillation_with_grad(logits, teacher, target, scale, **options)
+    at_once, made = with_grad(logits, teacher, target, scale, **options)
     assert torch.equal(logits, before)
     assert_distillation(at_once, made, expected)
     over, version = logits.clone(), logits._version
-    assert ops.distillation_backward_(scale, over, teacher, target, statistics, **options) is None
+    assert backward_(scale, over, teacher, target, statistics, **options) is None
     assert_distillation(loss, over, expected)
-    assert_distillation(ops.distillation_with_grad_(logits, teacher, target, scale, **options), logits, expected)
+    assert_distillation(with_grad_(logits, teacher, target, scale, **options), logits, expected)
     assert logits._version > version
 
 
 def test_plain_torch(device):
     """The functions that serve where there are no kernels, which the interpreter's process does not run."""
-    plain = FlatOptions(reference_distillation)
     for beta in BETAS:
         for widths in WIDTHS[:4]:
             for options in OPTIONS.values():
                 logits, teacher, target = problem(device, 5, torch.float32, torch.bfloat16, widths)
                 options = given(widths, **{**options, "ignore_index": -100, "beta": beta})
-                loss, grad = plain.distillation_with_grad(logits, teacher, target, torch.tensor(2.0), **options)
+                loss, plain = fixed(**options), reference_divergences.divergences_with_grad
+                keywords = {**loss.spec._asdict(), "hard_weight": loss.hard_weight}
+                loss, grad = plain(logits, teacher, target, torch.tensor(2.0), **keywords)
                 assert_distillation(loss, grad, distillation_oracle(logits, teacher, target, grad_loss=2.0, **options))
 
 
@@ -94,17 +93,17 @@ def test_rows_that_lie_apart(device, beta):
     target, one = target.view(3, 4)[:, :-1].int(), torch.ones((), device=device)
     options = {"beta": beta, "num_classes": 37}
     expected = distillation_oracle(logits, teacher, target, **options)
-    loss, statistics = ops.distillation_forward(logits, teacher, target, **options)
-    grad = ops.distillation_backward(one, logits, teacher, target, statistics, **options)
+    loss, statistics = forward(logits, teacher, target, **options)
+    grad = backward(one, logits, teacher, target, statistics, **options)
     assert_distillation(loss, grad, expected)
     copy = logits.clone()
-    ops.distillation_backward_(one, copy, teacher, target, statistics, **options)
+    backward_(one, copy, teacher, target, statistics, **options)
     assert_distillation(loss, copy, expected)
     dense = logits.transpose(0, 2)  # no two strides describe its rows, whose classes lie apart: a copy
-    with_grad = ops.distillation_with_grad_(dense.transpose(0, 2), teacher, target, one, **options)
-    assert_distillation(with_grad, logits, expected)
-    nothing = ops.distillation_forward(logits[:0], teacher[:0], target[:0], beta=beta, num_classes=37)
-    assert nothing[0].shape == (0, 3) and nothing[1].shape == (4, 0, 3)
+    loss = with_grad_(dense.transpose(0, 2), teacher, target, one, **options)
+    assert_distillation(loss, logits, expected)
+    nothing = forward(logits[:0], teacher[:0], target[:0], beta=beta, num_classes=37)
+    assert nothing[0].shape == (0, 3) and nothing[1].shape == (7, 0, 3)
 
 
 def test_the_same_distribution(device):
@@ -112,9 +111,7 @@ def test_the_same_distribution(device):
     logits, _, target = problem(device, 3, torch.float32, torch.float32, (1000,) * 3)
     target[:] = 0
     for beta in BETAS:
-        loss, grad = ops.distillation_with_grad(
-            logits, logits.clone(), target, torch.ones((), device=device), beta=beta
-        )
+        loss, grad = with_grad(logits, logits.clone(), target, torch.ones((), device=device), beta=beta)
         assert loss.abs().max() < 1e-5 and grad.abs().max() < 1e-6
 
 
@@ -122,6 +119,6 @@ def test_the_same_distribution(device):
 def test_bits_repeat(device, beta):
     logits, teacher, target = problem(device, 5, torch.bfloat16, torch.bfloat16, (5000,) * 3)
     one, options = torch.ones((), device=device), {"beta": beta, "hard_weight": 0.5}
-    first = ops.distillation_with_grad(logits, teacher, target, one, **options)
+    first = with_grad(logits, teacher, target, one, **options)
     for _ in range(2):
-        assert all(map(torch.equal, first, ops.distillation_with_grad(logits, teacher, target, one, **options)))
+        assert all(map(torch.equal, first, with_grad(logits, teacher, target, one, **options)))

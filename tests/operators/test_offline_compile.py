@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from xent_ops.kernels.triton import (  # noqa: E402
     launch_backward,
-    launch_distillation,
+    launch_divergences,
     launch_forward,
     launch_reduce,
     launch_shard,
@@ -40,7 +40,7 @@ KERNELS = {
     kernel
     for module in (
         launch_backward,
-        launch_distillation,
+        launch_divergences,
         launch_forward,
         launch_with_grad,
         launch_reduce,
@@ -141,7 +141,7 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     for (kernel, _, kwargs), found in zip(calls, spills_of_all(calls, target, tmp_path), strict=True):
         flags = {k: v for k, v in kwargs.items() if v is not False}
         # ptxas keeps this one to 64 or 128 registers, and a few numbers that no loop reads in memory.
-        few = 16 if kernel is launch_distillation.distillation_kernel else 0
+        few = 16 if kernel is launch_divergences.divergences_kernel else 0
         assert found <= few, f"{kernel.__name__} spills {found} bytes on {name} with {flags}"
 
 

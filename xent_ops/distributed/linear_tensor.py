@@ -19,7 +19,8 @@ from ..kernels.reference import accumulator
 from ..linear_call import LinearCall
 from ..ops import checks, transforms
 from ..ops.linear import checks as linear_checks
-from ..token_function import Function, TokenFunction, loss_by_chunks
+from ..token_function import TokenFunction, loss_by_chunks
+from ..user_function import Function
 from . import pipelined, sharded_rows, tensor
 from .groups import Ranks, ranks_of
 from .parts import first_class

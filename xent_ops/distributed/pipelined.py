@@ -7,6 +7,8 @@ before its product, and the input's gradient is reduce-scattered.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class Collectives(OneRank):
     """Functional collectives of a group of ranks: nodes that tracers see."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.world, self.name, self.in_rank_order = ranks.world, ranks.name, ranks.in_rank_order
+        self.world, self.rank, self.name, self.in_rank_order = ranks.world, ranks.rank, ranks.name, ranks.in_rank_order
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor if self.world == 1 else rank_sums.gather(tensor, self.world, self.name)
@@ -98,8 +100,11 @@ def loss(
             return RowGradients(part.of(weights_of_chunks), divisors=split.divisors)
         return RowGradients(*(factors or (one,)), divisors=split.divisors)
 
-    loop_args = (input, target, head, options, upstream, Collectives(ranks), loop.wanted_gradients(input, head))
-    gradients = loop.gradients(*loop_args, scattered=scattered, sum_over_ranks=sum_grad_input, shares=shares)
+    collectives = Collectives(ranks)
+    steps = loop.CrossEntropySteps(head, options, upstream, collectives)
+    loop_args = (steps, (input,), target, head, collectives, loop.wanted_gradients(input, head))
+    layout: dict[str, Any] = {"scattered": scattered, "sum_over_ranks": sum_grad_input, "shares": shares}
+    gradients = loop.run_loop(*loop_args, options.row_options.ignore_index, **layout)
     all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
     targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
     value = reduced(all_rows, targets, options, divisor, *weights)

@@ -15,7 +15,8 @@ from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, transforms
-from ..token_function import Function, TokenFunction, TokenRows, loss_by_chunks
+from ..token_function import TokenFunction, loss_by_chunks
+from ..user_function import Function, TokenRows, UserFunction
 from . import consistency
 from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
@@ -121,7 +122,7 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
         )
         return (rows.loss, rows.lse, entropy), ordered
 
-    if check and call.ids is None and isinstance(function, TokenFunction):
+    if check and call.ids is None and isinstance(function, UserFunction):
         with torch.no_grad():
             statistics_of_rows, ordered = statistics()
             function.check(*statistics_of_rows, ordered)

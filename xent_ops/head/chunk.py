@@ -168,18 +168,25 @@ def chunk_grad_(
             lse_square_scale=lse_square_scale,
             **options.keywords(),
         )
-    done, grad_logits = linear_weight.new_empty(0), gradient_in(class_logits, dtype)
-    if not with_grad_input:
-        return linear_weight.new_empty(0), done
+    return input_gradient(class_logits, dtype, head, count, with_grad_input), linear_weight.new_empty(0)
+
+
+def input_gradient(
+    logits: Tensor, dtype: torch.dtype | None, head: Tensor, count: Tensor | None, is_wanted: bool
+) -> Tensor:
+    """From the gradient that was written over a chunk's logits, in this dtype; (0,) if it is not wanted."""
+    grad_logits = gradient_in(logits, dtype)
+    if not is_wanted:
+        return head.new_empty(0)
     shape = (logits.shape[0], head.shape[1])
     can_count = count is not None and dtype is None
     kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if can_count else None
     if kernels is None:
-        return torch.mm(grad_logits, head), done
+        return torch.mm(grad_logits, head)
     assert count is not None
     grad_input = logits.new_zeros(shape)
-    kernels.grad_input(class_logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)
-    return grad_input, done
+    kernels.grad_input(logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)
+    return grad_input
 
 
 def chunk_add_(

@@ -56,7 +56,7 @@ class HeadSlice(NamedTuple):
 class OneRank:
     """Collectives for one rank, which do nothing. With several ranks they run until ``wait``: pipelined.py."""
 
-    world, in_rank_order = 1, False
+    world, rank, in_rank_order = 1, 0, False
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -130,11 +130,17 @@ class Steps(Protocol):
 Upstream = Callable[[RowStatistics, RowRange], RowGradients]
 
 
-class _CrossEntropy:
+class CrossEntropySteps:
     """Statistics and gradient of rows of logits, with the caller's function between them."""
 
     def __init__(
-        self, head: HeadSlice, loss: LossOptions, upstream: Upstream, ranks: OneRank, with_entropy: bool, mask_ids: bool
+        self,
+        head: HeadSlice,
+        loss: LossOptions,
+        upstream: Upstream,
+        ranks: OneRank,
+        with_entropy: bool = False,
+        mask_ids: bool = False,  # lse is over the classes that no id of the row names
     ) -> None:
         self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
         self.head, self.loss, self.upstream, self.ranks, self.with_entropy = head, loss, upstream, ranks, with_entropy
@@ -195,24 +201,6 @@ class _CrossEntropy:
             rows.lse_low,
             **self.loss.backward_keywords(),
         )
-
-
-def gradients(
-    input: Tensor,  # the arguments of ``run_loop``
-    target: Tensor,
-    head: HeadSlice,
-    loss: LossOptions,
-    upstream: Upstream,
-    ranks: OneRank,
-    output_mask: Sequence[bool],
-    *,
-    with_entropy: bool = False,
-    mask_ids: bool = False,  # lse is over the classes that no id of the row names
-    **loop_options: Any,
-) -> Gradients:
-    """The gradients of all rows. ``upstream`` sees each chunk's statistics once, in the order of the rows."""
-    steps = _CrossEntropy(head, loss, upstream, ranks, with_entropy, mask_ids)
-    return run_loop(steps, (input,), target, head, ranks, output_mask, loss.row_options.ignore_index, **loop_options)
 
 
 class _PendingChunk(NamedTuple):

@@ -211,9 +211,9 @@ class Products(InPlace):
             add_rows(self.bias, gradient, self.index == 0, shares)
 
 
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
+def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The results of all chunks, one after the other. That of a single chunk is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:

@@ -302,11 +302,11 @@ def gradient_coefficients(
     return total, at_target, by_class, passed + total.abs()
 
 
-def columns_of(width: int, class_start: int, num_classes: int | None) -> int:
+def columns_of(width: int, class_start: int | None, num_classes: int | None) -> int:
     """The number of columns of a slice, or rows of its head, that are classes. Not negative: checks.shard_range."""
     if num_classes is None:
         return width
-    left = num_classes - class_start
+    left = num_classes if class_start is None else num_classes - class_start
     return width if width <= left else left
 
 

@@ -3,7 +3,7 @@
 from . import (
     composite,
     cross_entropy,
-    distillation,
+    divergences,
     flops,
     linear,
     reduction,
@@ -17,7 +17,7 @@ from . import (
 __all__ = [
     "composite",
     "cross_entropy",
-    "distillation",
+    "divergences",
     "flops",
     "linear",
     "reduction",

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..head import distillation_shard, shard
+from ..head import divergence_chunk, shard
+from ..head.divergences import dtype_of_teacher
 from ..head.products import accumulator_of_weight
+from ..kernels import divergences
 from ..kernels.reference import accumulator, columns_of
-from ..kernels.reference_distillation import STATISTICS
 from ..kernels.rows import padded_classes
 from . import checks, rules
 from .names import ARGUMENTS, RESULTS
@@ -42,15 +43,16 @@ def classes_of(call: Call) -> int:
 def packed_width(call: Call) -> int:
     """The number of values in the packed statistics of a rank."""
     rows, ids = call.target.numel(), getattr(call, "ids", None)
-    if hasattr(call, "beta"):
-        return distillation_shard.width(rows, rules.record(call))
+    if hasattr(call, "fields"):
+        return divergence_chunk.width(rows, rules.record(call), call.with_tops)
     ids_per_row = 0 if ids is None else ids.shape[-1]
     return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), ids_per_row)
 
 
 # Sizes that no argument has. Each is computed from the call and the dtype of the tensor with this size.
 DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
-    "S": lambda call, dtype: STATISTICS,
+    "S": lambda call, dtype: divergences.STATISTICS,
+    "F": lambda call, dtype: len(divergences.FIELDS),
     "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
     "W": lambda call, dtype: packed_width(call),
 }
@@ -62,6 +64,7 @@ RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
     "dtype": lambda call: call.dtype or torch.float32,
     "grad_dtype": lambda call: getattr(call, "grad_dtype", None) or call.logits.dtype,
     "logits_dtype": lambda call: getattr(call, "logits_dtype", None) or call.input.dtype,
+    "teacher_dtype": lambda call: dtype_of_teacher(call.teacher_input.dtype, call.logits_dtype),
     "sum_dtype": lambda call: accumulator_of_weight(call.input.dtype, call.accumulate_dtype),
 }
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.distillation import Distillation
-from . import arguments
+from ..kernels.divergences import Divergences, FixedLoss
+from . import arguments, distillation_checks
 
 
 def target_of(
@@ -26,16 +26,23 @@ def target_of(
     return input.new_zeros(rows, dtype=torch.int64), -100
 
 
-def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Distillation:
+def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Divergences:
     """The options in the types that kernels take."""
-    num_classes, beta, temperature, hard_weight, teacher_softcap, teacher_logit_scale = divergence_options
+    num_classes, beta, temperature, teacher_softcap, teacher_logit_scale = divergence_options
     options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).row_options
-    return Distillation(
+    return Divergences(
         options,
         None if num_classes is None else arguments.integer("num_classes", num_classes),
         arguments.number("beta", beta),
         arguments.number("temperature", temperature),
-        arguments.number("hard_weight", hard_weight),
         None if teacher_softcap is None else arguments.number("teacher_softcap", teacher_softcap),
         arguments.number("teacher_logit_scale", teacher_logit_scale),
     )
+
+
+def fixed_loss(spec: Divergences, hard_weight: Any) -> FixedLoss:
+    """The generalised Jensen-Shannon divergence of the spec's beta, and a cross entropy on the target."""
+    hard_weight = arguments.number("hard_weight", hard_weight)
+    distillation_checks.hard_weight(hard_weight)
+    name = "kl" if spec.beta == 0.0 else "reverse_kl" if spec.beta == 1.0 else "mixture"
+    return FixedLoss(spec._replace(fields=name if hard_weight == 0.0 else f"{name},log_prob"), hard_weight)

@@ -7,19 +7,52 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.distillation import Distillation
+from ..kernels.divergences import Divergences
 from ..kernels.reference import columns_of
 from . import checks
 
+CLASSES_ALONE = "classes= goes without num_classes=: every row of the student's head is a class"
 
-def options(spec: Distillation, student: Tensor, teacher: Tensor) -> None:
+
+def hard_weight(value: float) -> None:
+    if not abs(value) < math.inf:  # math.isfinite takes no symbol of Dynamo
+        raise ValueError(f"hard_weight must be finite, got {value}")
+
+
+def class_values(classes: Tensor | None, number: int) -> None:
+    """Raise for classes that the teacher does not have, and for equal ones. It reads them, so it is for CPU tensors."""
+    if classes is None:
+        return
+    bad = classes[(classes < 0) | (classes >= number)]
+    if len(bad) > 0:
+        raise IndexError(f"classes has {int(bad[0])}, which the teacher does not have: valid are 0 to {number - 1}")
+    sorted_classes = classes.sort().values
+    equal = sorted_classes[1:][sorted_classes[1:] == sorted_classes[:-1]]
+    if len(equal) > 0:
+        raise ValueError(
+            f"classes has {int(equal[0])} more than once: expected the ids of different classes. Of offsets (d2t) they "
+            "are torch.arange(len(d2t), device=d2t.device) + d2t"
+        )
+
+
+def are_ids(classes: Tensor) -> None:
+    if classes.dtype == torch.bool:
+        raise TypeError("classes has dtype torch.bool, a mask: expected ids, which are classes.nonzero().squeeze(-1)")
+    checks.dtype("classes", classes, checks.INDICES)
+
+
+def nan_unless_different(classes: Tensor, number: int) -> Tensor:
+    """(): 1 for different classes, else NaN. It does not synchronise."""
+    named = torch.zeros(number, device=classes.device).index_fill(0, classes.to(torch.int64), 1.0)
+    return torch.where(named.sum() == classes.shape[0], 1.0, float("nan"))
+
+
+def options(spec: Divergences, student: Tensor, teacher: Tensor) -> None:
     """``student``, ``teacher``: tensors with the dtypes of their logits."""
     if not 0.0 <= spec.beta <= 1.0:
         raise ValueError(f"beta must be between 0.0 and 1.0, got {spec.beta}")
     if not (spec.temperature > 0.0 and math.isfinite(spec.temperature)):
         raise ValueError(f"temperature must be a finite number above 0, got {spec.temperature}")
-    if not math.isfinite(spec.hard_weight):
-        raise ValueError(f"hard_weight must be finite, got {spec.hard_weight}")
     if spec.options.label_smoothing != 0.0:
         raise ValueError(f"label_smoothing must be 0.0 in a distillation, got {spec.options.label_smoothing}")
     for name, tensor, head_options in (("", student, spec.student()), ("teacher_", teacher, spec.teacher())):
@@ -30,7 +63,7 @@ def options(spec: Distillation, student: Tensor, teacher: Tensor) -> None:
             raise ValueError(f"{name}{error}{divided}") from None
 
 
-def classes(spec: Distillation, width: int, teacher_width: int, names: tuple[str, str]) -> None:
+def classes(spec: Divergences, width: int, teacher_width: int, names: tuple[str, str]) -> None:
     """``names``: the arguments that have the student's and the teacher's classes."""
     number = spec.num_classes
     if number is None:
@@ -53,7 +86,7 @@ def classes(spec: Distillation, width: int, teacher_width: int, names: tuple[str
     checks.check_value(number >= 1, lambda: f"num_classes must be at least 1, got {number}")
 
 
-def slices(spec: Distillation, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
+def slices(spec: Divergences, class_start: int | None, width: int, teacher_width: int, names: tuple[str, str]) -> None:
     """Without a class_start: all classes, as in ``classes``. With one, both heads must be split at the same classes."""
     if class_start is None:
         classes(spec, width, teacher_width, names)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.distillation import Distillation
+from ..kernels.divergences import FIELDS, Divergences
 from ..kernels.options import RowOptions
 from ..kernels.sizes import statically_equal
 from . import checks, distillation_checks
@@ -29,9 +29,9 @@ def sliced(call: Call) -> bool:
     return getattr(call, "class_start", None) is not None and call.num_classes is not None
 
 
-def record(call: Call) -> Distillation:
+def record(call: Call) -> Divergences:
     options = RowOptions(call.ignore_index, softcap=call.softcap, logit_scale=call.logit_scale)
-    return Distillation(options, *[getattr(call, name) for name in Distillation._fields[1:]])
+    return Divergences(options, *[getattr(call, name) for name in Divergences._fields[1:]])
 
 
 def have(name: str) -> str:
@@ -90,6 +90,10 @@ def _temperature(call: Call) -> None:
         heads = call.input, call.linear_weight, call.teacher_input, call.teacher_weight
         student, names = heads[0], ("linear_weight", "teacher_weight")
         teacher, widths = heads[2], (heads[1].shape[0], heads[3].shape[0])
+        if getattr(call, "classes", None) is not None:
+            if sliced(call) or call.num_classes is not None:
+                raise ValueError(distillation_checks.CLASSES_ALONE)
+            widths = (widths[0], call.classes.shape[0])
     else:
         student, teacher, names = call.primary, call.teacher_logits, ("logits", "teacher_logits")
         chunk = hasattr(call, "linear_weight")  # its logits have padding columns
@@ -101,7 +105,7 @@ def _temperature(call: Call) -> None:
 
 def check_targets(call: Call) -> None:
     """Raise IndexError for a class out of range. It reads the targets, so it is for CPU tensors."""
-    if getattr(call, "hard_weight", 1.0) != 0.0:  # else the target only marks ignored rows
+    if "log_prob" in getattr(call, "fields", "log_prob"):  # else the target only marks ignored rows
         indices = call.ids if hasattr(call, "ids") else call.target
         number = getattr(call, "num_classes", None)
         if indices is not None:
@@ -160,9 +164,31 @@ def _gathered_input(call: Call) -> None:
         raise ValueError("gathered_input needs the group_name of the ranks that it was gathered from")
 
 
+def _fields(call: Call) -> None:
+    names = call.fields.split(",")
+    if not set(names) <= set(FIELDS) or len(set(names)) < len(names):
+        raise ValueError(f"fields must be some of {', '.join(FIELDS)}, with commas, got {call.fields!r}")
+    if "mixture" in names and not 0.0 < call.beta < 1.0:
+        raise ValueError(
+            f"beta of a mixture (jsd) must be above 0.0 and below 1.0, got {call.beta}: the ends are kl and reverse_kl"
+        )
+
+
+def _hard_weight(call: Call) -> None:
+    distillation_checks.hard_weight(call.hard_weight)
+    divergence, *others = call.fields.split(",")
+    if divergence in ("overlap", "log_prob") or others != ["log_prob"] * (call.hard_weight != 0.0):
+        raise ValueError(
+            "fields must be one of kl, reverse_kl and mixture, and log_prob behind it with a hard_weight other than "
+            f"0.0, got {call.fields!r} with hard_weight={call.hard_weight}"
+        )
+
+
 def _joined(call: Call) -> None:
-    if call.joined is not None and (call.class_start is None or not 0.0 < call.beta < 1.0):
-        raise ValueError("joined statistics are for a slice of the classes, class_start=, at a beta between 0 and 1")
+    if call.joined is not None and (call.class_start is None or not record(call).visits_again()):
+        raise ValueError(
+            "joined statistics are for a slice of the classes, class_start=, with mixture or overlap among the fields"
+        )
 
 
 # (names, rule, exception: not for schemas with this name). Rules run in this order, if one of the names is not at its
@@ -188,6 +214,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
     (("mask_ids",), _mask_ids, ""),
     (("gathered_input",), _gathered_input, ""),
     (("joined",), _joined, ""),
+    (("fields", "target"), _fields, ""),
+    (("hard_weight", "target"), _hard_weight, ""),
     (("output_mask",), lambda call: checks.gradient_mask(call.output_mask), ""),
     (("token_weight",), lambda call: checks.real_without_grad(call.token_weight), ""),
     (("lse_square_scale",), lambda call: checks.lse_square_scale(call.lse_square_scale, call.primary.dtype), ""),

@@ -39,9 +39,10 @@ AFTER = "Tensor? after=None"
 SHARES = "Tensor? shares=None"  # factors of rows in the gradients of the weight and the bias: head/float16.py
 IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
 MASK_IDS = "bool mask_ids=False"  # lse is that of the classes that the ids of a row do not name
-DISTILLATION = (
-    "SymInt ignore_index=-100, SymInt? num_classes=None, float beta=0.0, float temperature=1.0, float hard_weight=0.0, "
-    "float? softcap=None, float logit_scale=1.0, float? teacher_softcap=None, float teacher_logit_scale=1.0"
+DIVERGENCES = (
+    "SymInt ignore_index=-100, SymInt? num_classes=None, float beta=0.5, float temperature=1.0, "
+    "float? softcap=None, float logit_scale=1.0, float? teacher_softcap=None, float teacher_logit_scale=1.0, "
+    "str fields='kl'"
 )
 TWO_HEADS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor teacher_input, Tensor teacher_weight, "
@@ -142,21 +143,23 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"{SOFT_OPTIONS}) -> Tensor grad_logits",
         None,
     ),
-    # A teacher's logits beside the student's: losses of rows, the statistics that the backward needs, and the gradient.
-    # With class_start both are a slice of num_classes, and the forward returns this slice's part for a join.
-    "distillation_forward": (
-        "(Tensor logits, Tensor teacher_logits, Tensor target, Tensor? joined=None, SymInt? class_start=None, *, "
-        f"{DISTILLATION}) -> (Tensor loss, Tensor statistics)",
+    # A teacher's logits beside the student's: divergences of rows by name, (5, ...), what the backward needs, and the
+    # gradient from an upstream gradient of each. With class_start both are a slice of num_classes, and the forward
+    # returns this slice's part for a join. teacher_lse: the overlap's lse, of more classes.
+    "divergences_forward": (
+        "(Tensor logits, Tensor teacher_logits, Tensor target, Tensor? teacher_lse=None, Tensor? joined=None, "
+        f"SymInt? class_start=None, *, {DIVERGENCES}) -> (Tensor values, Tensor statistics)",
         None,
     ),
-    "distillation_backward": (
-        "(Tensor grad_loss, Tensor logits, Tensor teacher_logits, Tensor target, Tensor statistics, "
-        f"SymInt? class_start=None, *, {DISTILLATION}) -> Tensor grad_logits",
+    "divergences_backward": (
+        "(Tensor grad_values, Tensor logits, Tensor teacher_logits, Tensor target, Tensor statistics, "
+        f"SymInt? class_start=None, {GRAD_DTYPE}, *, {DIVERGENCES}) -> Tensor grad_logits",
         "logits",
     ),
-    "distillation_with_grad": (
-        f"(Tensor logits, Tensor teacher_logits, Tensor target, Tensor grad_scale, *, {DISTILLATION}) "
-        "-> (Tensor loss, Tensor grad_logits)",
+    # In one kernel, for the loss that is one divergence plus hard_weight times the cross entropy on the target.
+    "divergences_with_grad": (
+        f"(Tensor logits, Tensor teacher_logits, Tensor target, Tensor grad_scale, *, {DIVERGENCES}, "
+        "float hard_weight=0.0) -> (Tensor loss, Tensor grad_logits)",
         "logits",
     ),
     # One rank's shard of the vocabulary. The caller gathers the results of cross_entropy_shard, (1, W), of all ranks to
@@ -217,20 +220,22 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"Tensor lse, Tensor argmax, Tensor entropy, {LINEAR_GRADS})",
         None,
     ),
-    # The same with a teacher's head beside the student's. Rows: two matrix multiplications in the forward, four in the
-    # backward. One pass: four.
-    "linear_distillation_forward": (
-        f"({TWO_HEADS}, *, {DISTILLATION}, {ACCUMULATE}, {CHUNKS}) -> (Tensor loss, Tensor statistics)",
+    # The same of two heads. Rows: two matrix multiplications in the forward, four in the backward. One pass: four.
+    # classes: the teacher's class of each of the student's. tops: do the argmaxes agree; does the student have the
+    # teacher's?
+    "linear_divergences_forward": (
+        f"({TWO_HEADS}, Tensor? classes=None, bool with_tops=False, *, {DIVERGENCES}, {ACCUMULATE}, {CHUNKS}, "
+        f"{LOGITS_DTYPE}) -> (Tensor values, Tensor statistics, Tensor tops)",
         None,
     ),
-    "linear_distillation_backward": (
-        f"(Tensor grad_loss, Tensor statistics, {TWO_HEADS}, {OUTPUT_MASK}, *, {DISTILLATION}, {ACCUMULATE}, {CHUNKS}) "
-        f"-> ({LINEAR_GRADS})",
+    "linear_divergences_backward": (
+        f"(Tensor grad_values, Tensor statistics, {TWO_HEADS}, Tensor? classes=None, {OUTPUT_MASK}, *, {DIVERGENCES}, "
+        f"{ACCUMULATE}, {CHUNKS}, {LOGITS_DTYPE}) -> ({LINEAR_GRADS})",
         None,
     ),
-    "linear_distillation_with_grad": (
-        f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DISTILLATION}, {REDUCTION}, "
-        f"{CHUNKS}) -> (Tensor value, Tensor divisors, {LINEAR_GRADS})",
+    "linear_divergences_with_grad": (
+        f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DIVERGENCES}, "
+        f"float hard_weight=0.0, {REDUCTION}, {CHUNKS}) -> (Tensor value, Tensor divisors, {LINEAR_GRADS})",
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor scaled", None),
@@ -271,16 +276,17 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"SymInt columns, bool first, {COUNT}, {SHARES}) -> ()",
         None,
     ),
-    # The same for a student's and a teacher's slices. The other two operators of the loop serve both.
-    "linear_distillation_chunk": (
+    # The same for two heads. The other two operators of the loop serve both.
+    "linear_divergences_chunk": (
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor teacher_input, Tensor teacher_weight, "
-        f"SymInt class_start, Tensor? linear_bias=None, Tensor? teacher_bias=None, {AFTER}, *, {DISTILLATION}) "
+        "SymInt? class_start=None, Tensor? linear_bias=None, Tensor? teacher_bias=None, Tensor? classes=None, "
+        f"bool with_tops=False, {COUNT}, {AFTER}, {LOGITS_DTYPE}, *, {DIVERGENCES}) "
         "-> (Tensor stats, Tensor logits, Tensor teacher_logits)",
         None,
     ),
-    "linear_distillation_chunk_grad_": (
-        "(Tensor(a!) logits, Tensor grad_loss, Tensor teacher_logits, Tensor linear_weight, Tensor target, "
-        f"Tensor statistics, SymInt class_start, bool with_grad_input=True, {AFTER}, *, {DISTILLATION}) "
+    "linear_divergences_chunk_grad_": (
+        "(Tensor(a!) logits, Tensor grad_values, Tensor teacher_logits, Tensor linear_weight, Tensor target, "
+        f"Tensor statistics, SymInt? class_start=None, bool with_grad_input=True, {COUNT}, {AFTER}, *, {DIVERGENCES}) "
         "-> (Tensor grad_input, Tensor done)",
         None,
     ),
@@ -308,5 +314,5 @@ for _name, (_schema, _overwrites) in DECLARED.items():
 
 # Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are written in Python, and several
 # classes per row. A package for a process without Python takes heads from ``xent_ops.decompositions``.
-_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k_", "attach_")
+_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k_", "attach_", "divergences_")
 PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(_PREFIXES))

@@ -41,7 +41,7 @@ def _gradients(call: fx.Node) -> list[fx.Node]:
 
 _MARKED: dict[Any, Callable[[fx.Node], Iterable[fx.Node]]] = {
     torch.ops.xent.linear_cross_entropy_with_grad.default: _results,
-    torch.ops.xent.linear_distillation_with_grad.default: _results,
+    torch.ops.xent.linear_divergences_with_grad.default: _results,
     torch.ops.xent.attach_gradients.default: _gradients,
 }
 

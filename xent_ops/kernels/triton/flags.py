@@ -35,14 +35,20 @@ def flags_of(options: RowOptions, weighted: bool, itemsize: int) -> Flags:
     return Flags(weighted, options.label_smoothing > 0.0, configs.softcap(options.softcap, itemsize))
 
 
-class DistillationFlags(NamedTuple):
-    """The constexpr MODE of distillation_kernel."""
+class DivergenceFlags(NamedTuple):
+    """The constexpr MODE of divergences_kernel."""
 
-    beta: int  # 0, 1, or 2 for values between 0 and 1
-    hard: int  # cross entropy on the target: 0 none, 1 at the divergence's temperature, 2 at another
+    kl: bool
+    reverse_kl: bool
+    mixture: bool
+    overlap: bool
+    hard: int  # the log-probability of the target: 0 none, 1 at the divergences' temperature, 2 at another
     statistics: bool  # computed; else they are read
-    divergence: bool  # to the mixture, in a pass after the statistics
+    again: bool  # a pass after the statistics
     gradient: bool
+    fixed: bool  # of one loss, with one upstream gradient a row; else there is one for each value
+    narrow: bool  # it is narrower than the logits, and written to the front of each row
+    other: bool  # the overlap's teacher has another lse
     ragged: bool  # the number of columns is not a multiple of a lane's
     padded: bool  # there are columns behind the classes
     part: bool  # the columns are some of the classes; targets count from the first class of all

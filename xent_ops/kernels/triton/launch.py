@@ -8,7 +8,7 @@ two strides, they also copy the logits.
 
 from . import (  # noqa: F401
     launch_backward,
-    launch_distillation,
+    launch_divergences,
     launch_forward,
     launch_ids,
     launch_reduce,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.distillation import Distillation
+from ...kernels.divergences import Divergences
 from ...kernels.options import DEFAULT_CHUNKING, Chunking
 from .. import checks, distillation_checks, rules
 from ..library import OPERATORS
@@ -40,13 +40,13 @@ def two_heads(
     student: tuple[Tensor, Tensor, Tensor | None],  # input, weight, bias
     target: Tensor,
     teacher: tuple[Tensor, Tensor, Tensor | None],
-    spec: Distillation,
+    spec: Divergences,
     class_start: int,
     names: tuple[str, str],
     teacher_names: tuple[str, str],
 ) -> None:
     """Checks for slices, which may be empty. ``names``: of the weights and biases."""
-    contract = OPERATORS["linear_distillation_chunk"].contract
+    contract = OPERATORS["linear_divergences_chunk"].contract
     fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
     heads: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))
     call = contract.blank(target=target, class_start=class_start, num_classes=spec.num_classes, **heads)

@@ -1,0 +1,114 @@
+"""Compiled and exported losses of a user's function of a token's divergences: what eager computes, in one graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import xent_ops
+
+N, H, G, V, T = 7, 8, 6, 19, 40
+
+
+def blend(d, weight):
+    share = (-3.0 * d.overlap.detach()).exp()
+    return weight * (share * d.kl + (1 - share) * (1 - d.overlap)) - d.overlap.clamp(min=1e-6).log() + d.agrees
+
+
+def inputs(device, rows=N, classes=False):
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*size, generator=g).to(device).requires_grad_() for size in ((rows, H), (V, H)))
+    y, u = (torch.randn(*size, generator=g).to(device) for size in ((rows, G), (T if classes else V, G)))
+    ids = torch.arange(0, 2 * V, 2, device=device) if classes else None
+    return x, w, y, u, torch.rand(rows, generator=g).to(device), ids
+
+
+def of_heads(x, w, y, u, weight, ids):
+    return xent_ops.linear_distillation_token_loss(x, w, y, u, blend, rows=(weight,), classes=ids, chunk_rows=3)
+
+
+def of_logits(x, w, y, u, weight, ids):
+    z, of_teacher = F.linear(x, w), F.linear(y, u)
+    return xent_ops.distillation_token_loss(z, of_teacher, blend, rows=(weight,), classes=ids)
+
+
+def gradients(step, tensors):
+    loss = step(*tensors)
+    return loss.detach(), *torch.autograd.grad(loss, tensors[:2])
+
+
+@pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
+@pytest.mark.parametrize("step", [of_heads, of_logits])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_graph(device, backend, step, classes):
+    tensors = inputs(device, classes=classes)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, tensors), gradients(step, tensors))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*tensors), step(*tensors))
+
+
+def test_inductor(device):
+    """One of the above, that make test runs too."""
+    tensors = inputs(device, classes=True)
+    compiled = torch.compile(of_heads, fullgraph=True)
+    torch.testing.assert_close(gradients(compiled, tensors), gradients(of_heads, tensors))
+
+
+def test_any_number_of_rows(device):
+    """As long as the number of chunks is the same."""
+    count = CompileCounterWithBackend("aot_eager")
+
+    def whole(*tensors):
+        x, w, y, u, weight, ids = tensors
+        return xent_ops.linear_distillation_token_loss(x, w, y, u, blend, rows=(weight,), classes=ids)
+
+    compiled = torch.compile(whole, fullgraph=True, backend=count)
+    for rows in (6, 11, 30):
+        tensors = inputs(device, rows, True)
+        for tensor in (tensors[0], tensors[2], tensors[4]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch.testing.assert_close(gradients(compiled, tensors), gradients(whole, tensors))
+    assert count.frame_count == 1
+
+
+def test_equal_classes_give_nan(device):
+    """Of given logits also on a CPU, where the operator of heads raises when it runs."""
+    *tensors, ids = inputs(device, classes=True)
+    compiled = torch.compile(of_logits, fullgraph=True, backend="aot_eager")
+    loss, *grads = gradients(compiled, (*tensors, torch.zeros_like(ids)))
+    assert loss.isnan() and all(grad.isnan().all() for grad in grads)
+
+
+@pytest.mark.parametrize("step", [of_heads, of_logits])
+def test_exported(device, step):
+    """As core aten, without an operator of ours."""
+    _, w, y, u, weight, ids = inputs(device, classes=True)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return step(x, w.detach(), y, u, weight, ids)
+
+    x = inputs(device)[0].detach()
+    program = torch.export.export(Model(), (x,)).run_decompositions(xent_ops.decompositions())
+    assert not [node for node in program.graph.nodes if "xent" in str(node.target)]
+    torch.testing.assert_close(program.module()(x), step(x, w.detach(), y, u, weight, ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
+def test_a_cuda_graph_replays_with_other_numbers(classes):
+    tensors = inputs("cuda", classes=classes)
+    x, _, y, *_ = tensors
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            gradients(of_heads, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(of_heads, tensors)
+    with torch.no_grad():
+        x.normal_(), y.normal_()
+    graph.replay()
+    torch.testing.assert_close(captured, gradients(of_heads, tensors))

@@ -1,0 +1,115 @@
+"""A function of each token's divergences, of two heads over ranks; run on every rank by test_linear_parallel.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distillation_cases import heads_of, leaves
+from helpers.divergence_oracle import divergences, rounded
+from linear_log_prob_cases import close, gradients_close
+from vocab_parallel_cases import Collectives, V, same_bits_everywhere, split
+
+from xent_ops.distributed import vocab_parallel_linear_distillation_token_loss
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CAPS = {"temperature": 2.0, "softcap": 30.0, "teacher_softcap": 20.0, "logit_scale": 0.75, "beta": 0.25}
+
+
+def smooth(d):
+    """Without the overlap, whose gradient follows the rounding of 16-bit logits."""
+    return d.kl + 2 * d.reverse_kl * d.jsd - 0.5 * d.log_prob + d.agrees
+
+
+def every(d, weight):
+    share = (-3.0 * d.overlap.detach()).exp()
+    return weight * (share * d.kl + (1 - share) * (1 - d.overlap)) + d.jsd * d.coverage * (1 + d.agrees) * d.covers_top
+
+
+def call(student, teacher, fn, kind="chunk", **options):
+    (x, w, b), (y, u, c) = student, teacher
+    class_start = None if kind == "chunk" else split(kind, V)[0]
+    given = {"num_classes": V, "class_start": class_start, "bias_shard": b, "teacher_bias_shard": c, **options}
+    return vocab_parallel_linear_distillation_token_loss(x, w, y, u, fn, **given)
+
+
+def one(device, kind, problem, fn, sequence_dim=None, rows=(), logits_dtype=None, **options):
+    student, teacher, target = problem
+    given, own = leaves(device, kind, (student, teacher), sequence_dim), student[0].dtype
+    more = {"rows": tuple(row.to(device) for row in rows), "logits_dtype": logits_dtype, **options}
+    if target is not None:
+        more["target"] = target.to(device)
+    loss = call(*given, fn, kind, sequence_parallel=sequence_dim is not None, **more)
+    same_bits_everywhere(loss)
+    whole = [tensor.double().requires_grad_() for tensor in student]
+    logits = [rounded(F.linear(*head), logits_dtype or own) for head in (whole, [t.double() for t in teacher])]
+    of_oracle = {name: value for name, value in options.items() if name in CAPS}
+    values = fn(divergences(*logits, target, **of_oracle), *[row.double() for row in rows])
+    counted = torch.ones_like(values, dtype=torch.bool) if target is None else target != -100
+    wanted = torch.where(counted, values, 0.0).sum()
+    wanted = wanted / (options.get("divisor", 1.0) if options.get("reduction") == "sum" else counted.sum())
+    grads = torch.autograd.grad(wanted, whole)
+    close(loss, wanted.detach(), own)
+    gradients_close(torch.autograd.grad(loss, given[0]), grads, kind, own, sequence_dim)
+    with torch.no_grad():
+        again = call(*given, fn, kind, sequence_parallel=sequence_dim is not None, **more)
+    torch.testing.assert_close(again, loss.detach())
+
+
+def values(device, kind):
+    for dtype in DTYPES:
+        one(device, kind, heads_of(dtype), smooth, chunk_rows=4, **CAPS)
+    problem = heads_of(torch.float32)
+    weight = torch.rand((2, 5), generator=torch.Generator().manual_seed(2))
+    for options in ({}, CAPS, {"reduction": "sum", "divisor": 3.0, "chunk_rows": 3}):
+        one(device, kind, problem, every, rows=(weight,), **options)
+    for fn in (lambda d: 1 - d.overlap, lambda d: d.kl, lambda d: -d.log_prob):
+        one(device, kind, problem, fn)
+    one(device, kind, (*problem[:2], None), lambda d: d.jsd + d.agrees, chunk_rows=4)
+    one(device, kind, heads_of(torch.bfloat16), smooth, logits_dtype=torch.float32)
+    world = dist.get_world_size()
+    for shape, dim in (((2 * world, 3), 0), ((3, 2 * world), 1)):
+        of_rows = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+        one(device, kind, heads_of(torch.float32, shape), every, dim, rows=(of_rows,), chunk_rows=5)
+        one(device, kind, (*heads_of(torch.float32, shape)[:2], None), every, dim, rows=(of_rows,))
+
+
+def behaviour(device):
+    """What is gathered for what fn reads; compiled; compared; refused."""
+    world = dist.get_world_size()
+    rows = 6 * world
+    student, teacher, target = heads_of(torch.float32, (rows,))
+    given, of_teacher = leaves(device, "chunk", (student, teacher))
+    target, gather = target.to(device), "all_gather_into_tensor.default"
+
+    def step(fn, x, w, b, **options):
+        return call((x, w, b), of_teacher, fn, target=target, **options)
+
+    for fn, first, second in (
+        (lambda d: d.kl, 3, 0),
+        (lambda d: d.kl + d.reverse_kl - d.log_prob, 5, 0),
+        (lambda d: 1 - d.overlap, 2, 2),
+        (lambda d: d.jsd + d.overlap * d.agrees, 6, 4),
+    ):
+        with Collectives() as mode:
+            loss = step(fn, *given)
+        seen = [number for name, number in mode.seen if name == gather]
+        assert seen == [first * rows + 5, *([second * rows] if second else [])], seen
+        if second:
+            compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(fn, *given)
+            torch.testing.assert_close(compiled, loss)
+            grads = [torch.autograd.grad(value, given) for value in (compiled, loss)]
+            torch.testing.assert_close(*grads)
+        torch.testing.assert_close(step(fn, *given, check=True), loss)
+    with pytest.raises(ValueError, match=r"rank 0: ValueError: fn reads log_prob"):
+        call(given, of_teacher, lambda d: d.log_prob, check=True)
+    with pytest.raises(TypeError, match="classes"):
+        step(smooth, *given, classes=torch.arange(3))
+    with pytest.raises(ValueError, match="'none' is not a valid value for reduction"):
+        step(smooth, *given, reduction="none")
+    if world > 1:
+        weight = torch.full((rows,), float(dist.get_rank()), device=device)
+        with pytest.raises(ValueError, match=r"rows\[0\] differ between ranks"):
+            step(every, *given, rows=(weight,), check=True)
+        with pytest.raises(ValueError, match=r"temperature is 1\.0 on rank 0 but 2\.0 on rank 1"):
+            step(smooth, *given, temperature=1.0 + (dist.get_rank() == 1), check=True)
+        assert step(smooth, *given, class_start=0).isnan()

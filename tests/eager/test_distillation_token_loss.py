@@ -1,0 +1,334 @@
+"""Losses that are a user's function of a token's divergences: values and gradients beside float64, costs, refusals."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.covering import covering
+from helpers.dispatch_log import operators_of
+from helpers.divergence_oracle import divergences, rounded
+from torch.utils.checkpoint import checkpoint
+
+import xent_ops
+
+N, H, G, V, T = 7, 8, 6, 19, 40  # rows; features of the student and the teacher; the student's classes and all
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def nla(d):
+    return -d.overlap.clamp(min=1e-6).log()
+
+
+def lk(d):
+    weight = (-3.0 * d.overlap.detach()).exp()
+    return weight * d.kl + (1 - weight) * (1 - d.overlap)
+
+
+def all_fields(d):
+    mask = 0.5 + d.agrees + 2 * d.covers_top
+    return mask * (d.kl + 2 * d.reverse_kl * d.overlap - d.log_prob.exp() + d.jsd**2 + d.coverage)
+
+
+def weighted(d, weight):
+    return weight * d.kl + d.overlap
+
+
+FNS = [nla, lk, lambda d: d.reverse_kl, lambda d: d.jsd, all_fields]
+OPTIONS = {
+    "plain": {},
+    "caps": {"temperature": 2.0, "softcap": 10.0, "teacher_softcap": 8.0, "logit_scale": 1.5, "beta": 0.25},
+    "chunks": {"chunk_rows": 3, "teacher_logit_scale": 0.5},
+}
+
+
+def problem(device, dtype=torch.float32, classes=None, shape=(N,)):
+    """(student's leaves, teacher, classes, target)."""
+    g = torch.Generator().manual_seed(0)
+    student = [torch.randn(*size, generator=g) for size in ((*shape, H), (V, H), (V,))]
+    width = T if classes else V
+    teacher = [torch.randn(*size, generator=g).to(dtype).to(device) for size in ((*shape, G), (width, G), (width,))]
+    target = torch.randint(V, shape, generator=g)
+    target.view(-1)[1::3] = -100
+    ids = torch.randperm(T, generator=g)[:V].to(device) if classes else None
+    return [t.to(dtype).to(device).requires_grad_() for t in student], teacher, ids, target.to(device)
+
+
+def call(student, teacher, fn, **options):
+    (x, w, *b), (y, u, *c) = student, teacher
+    bias = {"linear_bias": b[0], "teacher_bias": c[0]} if b else {}
+    return xent_ops.linear_distillation_token_loss(x, w, y, u, fn, **bias, **options)
+
+
+def expected(student, teacher, fn, rows=(), target=None, classes=None, reduction="mean", divisor=1.0, dtype=None,
+             logits_dtype=None, **options):  # fmt: skip
+    """(loss, gradients) in float64, from logits that are rounded as a chunk's are."""
+    own = logits_dtype or student[0].dtype
+    leaves = [t.detach().cpu().double().clone().requires_grad_() for t in student]
+    z = rounded(F.linear(*leaves), own)
+    y = rounded(F.linear(*[t.cpu().double() for t in teacher]), own)
+    target, classes = (None if t is None else t.cpu() for t in (target, classes))
+    options = {name: value for name, value in options.items() if name not in ("chunk_rows", "skip_ignored")}
+    found = divergences(z, y, target, classes, **options)
+    values = fn(found, *[row.cpu().double() for row in rows])
+    counted = torch.ones_like(values, dtype=torch.bool) if target is None else target != -100
+    total = torch.where(counted, values, 0.0).sum()
+    loss = total / (counted.sum() if reduction == "mean" else divisor)
+    return loss.detach(), torch.autograd.grad(loss, leaves)
+
+
+def check(student, teacher, fn, near=None, **options):
+    wanted, grads = expected(student, teacher, fn, **options)
+    loss = call(student, teacher, fn, **options)
+    found = torch.autograd.grad(loss, student)
+    # Products of 16-bit logits' gradients round those; of the loss nothing but the logits is rounded.
+    of_value, of_grad = near or {
+        torch.float64: (1e-12, 1e-11), torch.float32: (1e-6, 2e-5), torch.bfloat16: (2e-6, 2e-2),
+        torch.float16: (2e-6, 4e-3),
+    }[student[0].dtype]  # fmt: skip
+    assert abs(loss.item() - wanted.item()) <= of_value * (1 + abs(wanted.item()))
+    for grad, right in zip(found, grads, strict=True):
+        assert (grad.cpu().double() - right).abs().max() <= of_grad * right.abs().max().clamp(min=0.05)
+    with torch.no_grad():
+        torch.testing.assert_close(call(student, teacher, fn, **options), loss.detach(), rtol=1e-5, atol=1e-6)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "fn, dtype, classes, name", covering(FNS, DTYPES, [False, True], OPTIONS), ids=lambda x: getattr(x, "__name__", x)
+)
+def test_values(device, fn, dtype, classes, name):
+    student, teacher, ids, target = problem(device, dtype, classes)
+    # Of random logits that were rounded differently by a product: a class may be on the other side of s = t.
+    near = (2e-2, 0.2) if dtype in (torch.bfloat16, torch.float16) else None
+    check(student, teacher, fn, near, target=target, classes=ids, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_logits(device, dtype):
+    """Not rounded: values of float32, gradients rounded once."""
+    student, teacher, ids, target = problem(device, dtype, True)
+    options = {"target": target, "classes": ids, "logits_dtype": torch.float32, "chunk_rows": 4}
+    loss = check(student, teacher, all_fields, (2e-6, 2e-2), **options)
+    far = call(student, teacher, all_fields, **{**options, "logits_dtype": None})
+    assert abs(loss.item() - far.item()) > 1e-5
+
+
+@pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
+def test_of_logits(device, classes):
+    """The same of given logits, also of rows in two dimensions, with the heads' shapes and rows of a function."""
+    student, teacher, ids, target = problem(device, torch.float64, classes, shape=(2, 3))
+    weight = torch.rand(2, 3, generator=torch.Generator().manual_seed(3)).double().to(device)
+    for fn, rows in ((all_fields, ()), (weighted, (weight,))):
+        options = {"rows": rows, "target": target, "classes": ids, "temperature": 2.0}
+        of_heads = call(student, teacher, fn, **options)
+        leaves = [t.detach().clone().requires_grad_() for t in student]
+        logits, of_teacher = F.linear(*leaves), F.linear(*teacher)
+        of_logits = xent_ops.distillation_token_loss(logits, of_teacher, fn, **options)
+        torch.testing.assert_close(of_heads, of_logits)
+        torch.testing.assert_close(torch.autograd.grad(of_heads, student), torch.autograd.grad(of_logits, leaves))
+
+
+def test_reductions_and_no_target(device):
+    student, teacher, _, target = problem(device)
+    check(student, teacher, lk)
+    check(student, teacher, lk, target=target, reduction="sum")
+    check(student, teacher, lk, target=target, reduction="sum", divisor=3.0)
+    nothing = call(student, teacher, lk, target=torch.full_like(target, -100))
+    assert nothing.isnan()
+
+
+def test_padded_heads(device):
+    student, teacher, _, target = problem(device)
+    wider = [F.pad(student[1].detach(), (0, 0, 0, 3), value=7.0), F.pad(teacher[1], (0, 0, 0, 5), value=7.0)]
+    padded = wider[0].requires_grad_()
+    function = xent_ops.linear_distillation_token_loss
+    options = {"target": target, "num_classes": V, "chunk_rows": 3}
+    loss = function(student[0], padded, teacher[0], wider[1], all_fields, **options)
+    plain = function(student[0], student[1], teacher[0], teacher[1], all_fields, target=target)
+    torch.testing.assert_close(loss, plain)
+    grad, right = torch.autograd.grad(loss, padded)[0], torch.autograd.grad(plain, student[1])[0]
+    torch.testing.assert_close(grad[:V], right)
+    assert not grad[V:].any()
+
+
+def test_ignored_rows_are_never_read(device):
+    """Exact zeros, with and without the products of these rows, also where a function's derivative is not finite."""
+    student, teacher, ids, target = problem(device, classes=True)
+    x, ignored = student[0].detach().clone(), target == -100
+    x[ignored], teacher[0][ignored] = math.nan, math.nan
+
+    def fn(d):
+        return d.overlap.log() + (d.kl - d.kl).sqrt() * 0 + d.agrees  # NaN where overlap is
+
+    clean = [t.detach().clone().requires_grad_() for t in student]
+    clean_teacher = [teacher[0].nan_to_num(0.0), *teacher[1:]]
+    right = call(clean, clean_teacher, nla, target=target, classes=ids)
+    grads = torch.autograd.grad(right, clean)
+    for skip in (False, True):
+        leaves = [x.clone().requires_grad_(), *student[1:]]
+        loss = call(leaves, teacher, nla, target=target, classes=ids, skip_ignored=skip, chunk_rows=2)
+        torch.testing.assert_close(loss, right)
+        found = torch.autograd.grad(loss, leaves)
+        assert not found[0][ignored].any()
+        if skip:  # without it the weight's gradient multiplies a zero by NaN, as nn.Linear's does
+            torch.testing.assert_close(found, grads)
+
+
+def test_skip_ignored_is_what_all_rows_give(device):
+    student, teacher, ids, target = problem(device, classes=True)
+    weight = torch.rand(N, generator=torch.Generator().manual_seed(3)).to(device)
+    options = {"rows": (weight,), "target": target, "classes": ids, "chunk_rows": 2}
+    results = []
+    for skip in (False, True):
+        loss = call(student, teacher, weighted, skip_ignored=skip, **options)
+        results.append((loss.detach(), *torch.autograd.grad(loss, student)))
+    torch.testing.assert_close(*results)
+
+
+def test_float16_under_a_loss_scale(device):
+    """The coefficients are unknown before the function ran, so rows' operators serve: no part of a gradient is lost."""
+    student, teacher, ids, _ = problem(device, torch.float16, True)
+    for fn in (nla, lk):
+        small = call(student, teacher, fn, reduction="sum", divisor=2.0**24, classes=ids) * 2.0**24
+        plain = call(student, teacher, fn, reduction="sum", classes=ids)
+        found, right = (torch.autograd.grad(loss, student) for loss in (small, plain))
+        torch.testing.assert_close(found, right)
+
+
+def test_a_checkpoint(device):
+    student, teacher, ids, target = problem(device, classes=True)
+
+    def step(x, w, b):
+        return call((x, w, b), teacher, lk, classes=ids, target=target)
+
+    plain = torch.autograd.grad(step(*student), student)
+    again = torch.autograd.grad(checkpoint(step, *student, use_reentrant=False), student)
+    torch.testing.assert_close(again, plain)
+
+
+def test_the_teacher_renormalised_everywhere_needs_no_argument(device):
+    """Its rows of these classes are a head; overlap alone has another meaning with ``classes``."""
+    student, (y, u, c), ids, _ = problem(device, torch.float64, True)
+    part = (y, u[ids], c[ids])
+    for fn in (lambda d: d.kl + d.reverse_kl, lambda d: d.jsd):
+        torch.testing.assert_close(call(student, (y, u, c), fn, classes=ids), call(student, part, fn))
+    whole, alone = (call(student, t, lambda d: d.overlap, **o) for t, o in (((y, u, c), {"classes": ids}), (part, {})))
+    assert whole < alone
+
+
+def test_metrics_of_a_draft_model(device):
+    """One call without gradients: the acceptance rate, agreement, coverage and what they make."""
+    student, teacher, ids, _ = problem(device, torch.float64, True, shape=(64,))
+    found = {}
+
+    def metrics(d):
+        found.update(d._asdict() if hasattr(d, "_asdict") else {})
+        return d.overlap + d.agrees + d.covers_top + d.coverage
+
+    with torch.no_grad():
+        total = call(student, teacher, metrics, classes=ids)
+        z, y = F.linear(*student).cpu(), F.linear(*teacher).cpu()
+    right = divergences(z, y, None, ids.cpu())
+    for name in ("overlap", "coverage", "agrees", "covers_top"):
+        torch.testing.assert_close(found[name].cpu(), getattr(right, name))
+    torch.testing.assert_close(total.cpu(), (right.overlap + right.agrees + right.covers_top + right.coverage).mean())
+    assert 0 < found["covers_top"].sum() < 64
+
+
+CHUNK = ["linear_divergences_chunk", "linear_divergences_chunk_grad_", "linear_cross_entropy_chunk_add_"]
+
+
+def test_what_is_not_read_costs_nothing(device, monkeypatch):
+    student, teacher, ids, target = problem(device, classes=True)
+    seen, chunk = [], torch.ops.xent.linear_divergences_chunk
+
+    def noted(*args, **options):
+        seen.append((options.get("fields", "kl"), args[9]))
+        return chunk(*args, **options)
+
+    monkeypatch.setattr(torch.ops.xent, "linear_divergences_chunk", noted)
+    for fn, wanted in (
+        (lambda d: d.kl, ("kl", False)),
+        (nla, ("overlap", False)),
+        (lambda d: d.jsd * d.agrees, ("mixture", True)),
+        (lambda d: d[3] * d.coverage, ("overlap", False)),
+        (all_fields, ("kl,reverse_kl,mixture,overlap,log_prob", True)),
+    ):
+        call(student, teacher, fn, target=target, classes=ids)
+        assert seen.pop() == wanted
+    monkeypatch.undo()
+
+    def made(**options):
+        found = operators_of(lambda: call(student, teacher, lk, classes=ids, **options))
+        return [name for name in found if "linear" in name or "attach" in name]
+
+    assert made(chunk_rows=4) == [*CHUNK, *CHUNK, "attach_gradients"]
+    with torch.no_grad():
+        assert made() == ["linear_divergences_forward"]
+
+
+def test_a_field_that_the_first_call_did_not_read_is_nan(device):
+    student, teacher, _, _ = problem(device)
+    calls = []
+
+    def fn(d):
+        calls.append(d)
+        return d.kl if len(calls) == 1 else d.kl + d.overlap
+
+    assert call(student, teacher, fn).isnan()
+
+
+def test_check(device):
+    student, teacher, ids, target = problem(device, classes=True)
+    call(student, teacher, lk, classes=ids, target=target, check=True)
+    with pytest.raises(ValueError, match="must not mix tokens"):
+        call(student, teacher, lambda d: d.kl - d.kl.mean(), check=True, classes=ids)
+
+
+def test_refused_in_words(device):
+    student, teacher, ids, _ = problem(device, classes=True)
+    mask = torch.zeros(T, dtype=torch.bool, device=device).index_fill(0, ids, True)
+    for options, error, text in (
+        ({"classes": mask}, TypeError, r"classes has dtype torch.bool, a mask: .* classes.nonzero\(\).squeeze\(-1\)"),
+        ({"classes": ids.float()}, TypeError, "classes has dtype torch.float32"),
+        ({"classes": ids[:-1]}, ValueError, r"classes has shape \(18,\); expected \(19,\)"),
+        ({"classes": ids, "num_classes": V}, ValueError, "classes= goes without num_classes="),
+        ({}, ValueError, "linear_weight has 19 classes but teacher_weight 40"),
+        ({"classes": ids, "reduction": "none"}, ValueError, "'none' is not a valid value for reduction"),
+        ({"classes": ids, "temperature": 0.0}, ValueError, "temperature must be a finite number above 0"),
+        ({"classes": ids, "beta": 1.5}, ValueError, "beta must be between 0.0 and 1.0"),
+        ({"classes": ids, "ignore_index": 3}, ValueError, "ignore_index=3 is of the target, which is None"),
+        ({"classes": ids, "batch_invariant": True}, TypeError, "batch_invariant"),
+    ):
+        with pytest.raises(error, match=text):
+            call(student, teacher, nla, **options)
+    with pytest.raises(ValueError, match="fn reads log_prob, the log-probability of the target: pass target="):
+        call(student, teacher, lambda d: -d.log_prob, classes=ids)
+    with pytest.raises(ValueError, match=r"beta of a mixture .* the ends are kl and reverse_kl"):
+        call(student, teacher, lambda d: d.jsd, classes=ids, beta=1.0)
+    with pytest.raises(AttributeError, match=r"TokenDivergences has no 'acceptance'; it has kl, .* and covers_top"):
+        call(student, teacher, lambda d: d.acceptance, classes=ids)
+    with pytest.raises(RuntimeError, match=r"must depend on stats.kl, .* or stats.log_prob, not detached"):
+        call(student, teacher, lambda d: d.agrees, classes=ids)
+    with pytest.raises(RuntimeError, match="teacher_weight requires grad"):
+        call(student, [teacher[0], teacher[1].clone().requires_grad_(), teacher[2]], nla, classes=ids)
+
+
+def test_classes_that_are_not_ids(device, raises_out_of_range):
+    """Of values a CPU raises errors; a GPU's loss and gradients are NaN. Offsets are found because they are equal."""
+    student, teacher, ids, _ = problem(device, classes=True)
+    offsets = torch.zeros(V, dtype=torch.int64, device=device)
+    logits = F.linear(*student), F.linear(*teacher)
+    for function in (
+        lambda classes: call(student, teacher, nla, classes=classes),
+        lambda classes: xent_ops.distillation_token_loss(*logits, nla, classes=classes),
+    ):
+        if not raises_out_of_range:
+            loss = function(offsets)
+            assert loss.isnan() and torch.autograd.grad(loss, student[0], retain_graph=True)[0].isnan().all()
+            continue
+        with pytest.raises(ValueError, match=r"classes has 0 more than once: .* \(d2t\) they are torch.arange"):
+            function(offsets)
+        with pytest.raises(IndexError, match="classes has 40, which the teacher does not have: valid are 0 to 39"):
+            function(ids.clone().fill_(T))

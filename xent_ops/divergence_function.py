@@ -1,0 +1,168 @@
+"""Losses of tokens' divergences between two heads: a user's function of them, and one of them with fixed factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .head.divergence_chunk import DivergenceSteps, Rows, TeacherHead
+from .head.float16 import Split
+from .head.loop import HeadSlice, OneRank, RowRange, Steps
+from .kernels.divergences import FIELDS, Divergences, FixedLoss
+from .kernels.options import LossOptions
+from .kernels.reductions import counted_weights, times
+from .kernels.reference import is_counted
+from .linear_call import LinearCall
+from .ops import arguments, distillation_checks
+from .ops.derivatives import value_and_derivatives
+from .ops.library import differentiable
+from .ops.linear import composite
+from .outputs import TokenDivergences
+from .token_probe import FieldRecorder
+from .user_function import Function, TokenRows, UserFunction, Values
+
+_NAMES = TokenDivergences._fields[: len(FIELDS)]  # of the values, in their order
+_TOPS = ("agrees", "covers_top")
+
+
+def bind_teacher(tensors: Sequence[Any], suffix: str = "") -> TeacherHead:
+    """The teacher's input, weight and bias. ``suffix``: of the names of the last two."""
+    names = ("teacher_input", f"teacher_weight{suffix}", f"teacher_bias{suffix}")
+    for name, tensor in zip(names[:2], tensors, strict=False):
+        arguments.required(name, tensor)
+    arguments.optional(names[2], tensors[2])
+    for name, tensor in zip(names, tensors, strict=True):
+        distillation_checks.teacher_is_constant(name, tensor)
+    return TeacherHead(*composite.cast_for_autocast(*tensors))
+
+
+class _Recorder(FieldRecorder):
+    record, learned = TokenDivergences, _NAMES
+
+
+class DivergenceRows(TokenRows):
+    """A loss of the divergences of tokens. ``class_start``: of a rank's slices of both heads."""
+
+    spec: Divergences
+    teacher: TeacherHead | None = None  # None: of logits
+    class_start: int | None = None
+    with_tops = False
+
+    def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
+        assert self.teacher is not None
+        teacher_input, teacher_weight, teacher_bias, classes = self.teacher
+        head, (chunk_rows, skip_ignored, logits_dtype, *_) = call.head, call.head.chunking
+        heads = (call.input, head.weight, call.target, teacher_input, teacher_weight, head.bias, teacher_bias)
+        keywords = {"accumulate_dtype": head.accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
+        keywords |= {"logits_dtype": logits_dtype, **self.spec.keywords()}
+        return differentiable("linear_divergences_forward", *heads, classes, self.with_tops, **keywords)
+
+    def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
+        assert self.teacher is not None
+        return input, self.teacher.teacher_input
+
+    def steps(self, head: HeadSlice, loss: LossOptions, upstream: Any, ranks: OneRank) -> Steps:
+        assert self.teacher is not None
+        return DivergenceSteps(head, self.teacher, self.spec, self.with_tops, upstream, ranks, self.class_start)
+
+
+class DivergenceFunction(DivergenceRows, UserFunction):
+    """A user's function of TokenDivergences. ``spec`` gets the fields that it reads."""
+
+    recorder = _Recorder
+    instead = "plain torch, of the log_softmax of both logits, takes any function"
+
+    def __init__(
+        self,
+        fn: Function,
+        rows: Any,
+        target: Tensor,
+        has_target: bool,
+        dtype: torch.dtype,
+        learned: Sequence[Tensor | None],
+        spec: Divergences,
+        teacher: TeacherHead | None = None,
+        class_start: int | None = None,
+    ) -> None:
+        super().__init__(fn, rows, target, spec.options.ignore_index, dtype, learned=learned)
+        if "log_prob" in self.read and not has_target:
+            raise ValueError("fn reads log_prob, the log-probability of the target: pass target=")
+        self._read_values = [i for i, name in enumerate(_NAMES) if name in self.read]
+        self.spec = spec._replace(fields=",".join([FIELDS[i] for i in self._read_values] or FIELDS[:1]))
+        self.teacher, self.class_start = teacher, class_start
+        self.with_tops = any([name in self.read for name in _TOPS])
+
+    def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[[Rows, RowRange], Tensor]:
+        all_rows = self._rows(parts, self.number // parts)
+
+        def upstream(of: Rows, part: RowRange) -> Tensor:
+            rows = [part.of(row) for row in all_rows]
+
+            def token_values(*read_values: Tensor) -> Tensor:
+                return self._call(self._divergences(read_values, of), rows)
+
+            read_values = [of.values[i] for i in self._read_values]
+            value, derivatives = value_and_derivatives(token_values, read_values, split.divisors[0].reciprocal())
+            values.append((value, part.target))
+            grads = [torch.zeros_like(value)] * len(FIELDS)
+            for i, derivative in zip(self._read_values, derivatives, strict=True):
+                grads[i] = grads[i] if derivative is None else derivative
+            return torch.stack(grads)  # the row operators leave out those of ignored rows, which may be NaN
+
+        return upstream
+
+    def all_stats(
+        self, values: Tensor, statistics: Tensor, tops: Tensor, target: Tensor
+    ) -> tuple[TokenDivergences, list[Tensor]]:
+        counted = is_counted(target, self.ignore_index).reshape(-1)
+        values, statistics = (rows.reshape(rows.shape[0], self.number) for rows in (values, statistics))
+        tops = tops.reshape(2, self.number) if self.with_tops else tops
+        # Ignored rows get no gradient, even if a derivative is NaN.
+        values = torch.where(counted, values, values.detach())
+        read_values = [values[i] for i in self._read_values]
+        return self._divergences(read_values, Rows(values, statistics, tops)), self._rows(self.number)
+
+    def _divergences(self, read_values: Sequence[Tensor], of: Rows) -> TokenDivergences:
+        """Fields that were not read in the first call are NaN."""
+        coverage = (of.statistics[1] - of.statistics[6]).exp()
+        unread = torch.full_like(coverage, float("nan"))
+        values = dict(zip(self._read_values, read_values, strict=True))
+        agrees, covers_top = of.tops.unbind() if self.with_tops else (unread, unread)
+        fields = [*[values.get(i, unread) for i in range(len(FIELDS))], coverage, agrees, covers_top]
+        return TokenDivergences(*fields)
+
+
+class FixedDivergences(DivergenceRows):
+    """A fixed loss of the tokens, times their weights. Its row is the weights, if there are any."""
+
+    def __init__(
+        self,
+        fixed: FixedLoss,
+        token_weight: Tensor | None,
+        target: Tensor,
+        dtype: torch.dtype,
+        teacher: TeacherHead,
+        class_start: int,
+    ) -> None:
+        ignore_index = fixed.spec.options.ignore_index
+        rows = [] if token_weight is None else [counted_weights(token_weight.detach(), target, ignore_index, dtype)]
+        super().__init__(rows, target, ignore_index, dtype, None)
+        self.fixed, self.spec, self.teacher, self.class_start = fixed, fixed.spec, teacher, class_start
+
+    @property
+    def token_weight(self) -> Tensor | None:  # type: ignore[override]
+        return self.rows[0] if self.rows else None
+
+    def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[[Rows, RowRange], Tensor]:
+        weights, inverse = self._rows(parts, self.number // parts), split.divisors[0].reciprocal()
+        factors = None if split.token_weight is None else (inverse * split.token_weight).reshape(parts, -1)
+
+        def upstream(of: Rows, part: RowRange) -> Tensor:
+            loss = self.fixed.of(of.values)
+            values.append((times(loss, part.of(weights[0])) if weights else loss, part.target))
+            return self.fixed.upstream((inverse if factors is None else part.of(factors)).expand(loss.shape))
+
+        return upstream

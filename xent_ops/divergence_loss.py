@@ -1,0 +1,234 @@
+"""Public losses that are a user's function of each token's divergences: from logits, or from hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .divergence_function import DivergenceFunction, bind_teacher
+from .head.divergences import teacher_rows, tops
+from .kernels.options import TokenReduction
+from .kernels.reference import accumulator, is_counted
+from .linear_call import bind
+from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.library import differentiable, refuse
+from .ops.linear import checks as linear_checks
+from .token_function import loss_of_head
+from .user_function import Function
+
+
+@arguments.named
+def linear_distillation_token_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    fn: Function,
+    *,
+    rows: tuple[Tensor, ...] = (),
+    target: Tensor | None = None,
+    classes: Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: TokenReduction = "mean",
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    num_classes: int | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    check: bool = False,
+) -> Tensor:
+    """A loss that is your function of each token's divergences between a student's head and its teacher's.
+
+    ``fn(divergences, *rows)`` is called on one chunk of tokens at a time, between the chunk's statistics and its
+    gradient. For losses of speculative decoding: total variation, minus the log of the acceptance rate, blends of KL
+    and overlap. Two chunks of logits exist at a time. The forward computes the gradients, in three products of the
+    student's head and one of the teacher's, and the backward multiplies them by the upstream gradient, in place.
+
+    Args:
+        input, linear_weight, linear_bias: (..., H), (V, H) and (V,), the student's, as for ``linear_cross_entropy``.
+        teacher_input, teacher_weight, teacher_bias: as for ``linear_distillation_loss``. They are constants.
+        fn: takes ``TokenDivergences(kl, reverse_kl, jsd, overlap, log_prob, coverage, agrees, covers_top)`` of n tokens
+            and n rows of each of ``rows``; returns (n,), floating point. What it does not read costs nothing. The rest
+            is as for ``linear_token_loss``.
+        rows: tensors (the rows' shape, *), constants to autograd: weights, masks.
+        target: (...), class indices of the student. They mark ignored rows, and log_prob is theirs. None: all rows
+            count.
+        classes: (V,), different class indices of the teacher: those that the student has, in its order (a draft
+            vocabulary). Then the teacher has any number of classes. kl, reverse_kl and jsd take the teacher
+            renormalised to these classes, and overlap takes its probability among all. To renormalise it everywhere,
+            pass ``teacher_weight[classes]`` as the teacher's head instead. Equal classes are refused on a CPU; on a GPU
+            and in compiled code the loss is NaN.
+        beta: of jsd, above 0 and below 1.
+        temperature: above 0.
+        reduction, divisor, ignore_index: as for ``linear_token_loss``.
+        num_classes, softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for ``linear_distillation_loss``;
+            num_classes goes without ``classes``.
+        logits_dtype: torch.float32 for 16-bit input: the logits of both are not rounded. The gradient of overlap is
+            discontinuous where s = t, so rounded logits change it more than that of a KL.
+        accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
+        skip_ignored: as for ``linear_cross_entropy``, for both heads. Code compiled for a CPU computes all rows.
+        check: as for ``linear_token_loss``.
+
+    Returns:
+        The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
+        AD, no DTensors, no batch_invariant. In float16 and in an eager checkpoint it takes six products.
+
+    Errors are those of ``linear_distillation_loss`` and ``linear_token_loss``, TypeError for a mask as ``classes`` and
+    IndexError for classes that the teacher does not have.
+
+    Sources: Leviathan et al., 2023, arXiv 2211.17192, for the acceptance rate; Zhou et al., 2024, DistillSpec, arXiv
+    2310.08461, for losses of draft models.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
+        >>> teacher_hidden, teacher_head, t2d = torch.randn(6, 32), torch.randn(1000, 32), torch.arange(0, 1000, 10)
+        >>> acceptance = lambda d: -d.overlap.clamp(min=1e-6).log() + 0.1 * d.kl
+        >>> function = xent_ops.linear_distillation_token_loss
+        >>> function(hidden, head, teacher_hidden, teacher_head, acceptance, classes=t2d).backward()
+    """
+    name = "xent_ops.linear_distillation_token_loss"
+    transforms.refuse(name)
+    tensors = (input, linear_weight, teacher_input, teacher_weight, target, classes, linear_bias, teacher_bias)
+    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
+    has_target, (target, ignore_index) = target is not None, _target_of(input, target, ignore_index)
+    raw_options = (ignore_index, 0.0, None, 1.0, 0.0, reduction)
+    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
+    call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor)
+    checks.reduction(reduction, ("mean", "sum"))
+    arguments.boolean("check", check)
+    teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))._replace(classes=_ids(classes))
+    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+    call = call.in_autocast_dtype().as_sum()
+    head = call.head
+    if transforms.is_traced():  # the operators of chunks refuse the rest
+        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, head.chunking)
+        rows_of = (call.input.shape[:-1], "those of the input")
+        checks.same_shape("rows of teacher_input", teacher.teacher_input.shape[:-1], *rows_of)
+        checks.same_shape("target", call.target.shape, rows_of[0], "a class index for each row of the input")
+    else:
+        heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
+        keywords = {"accumulate_dtype": accumulate_dtype, "logits_dtype": logits_dtype, **spec.keywords()}
+        refuse("linear_divergences_forward", *heads, **keywords)
+    learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
+    function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher)
+    call = call._replace(
+        head=head._replace(shard_range=(0, spec.num_classes)),
+        divisor=_divisor(call.divisor, teacher.classes, teacher.teacher_weight.shape[0], dtype),
+    )
+    if check:
+        with torch.no_grad():
+            function.check(*function.statistics(call), call.target)
+    return loss_of_head(call, function)
+
+
+@arguments.named
+def distillation_token_loss(
+    input: Tensor,
+    teacher_input: Tensor,
+    fn: Function,
+    *,
+    rows: tuple[Tensor, ...] = (),
+    target: Tensor | None = None,
+    classes: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: TokenReduction = "mean",
+    divisor: Tensor | float | None = None,
+    ignore_index: int = -100,
+    num_classes: int | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    check: bool = False,
+) -> Tensor:
+    """``linear_distillation_token_loss`` from the logits of a student and of its teacher.
+
+    Args:
+        input, teacher_input: (..., V), the classes last, as for ``distillation_loss``. With ``classes`` the teacher's
+            last dimension has any number of classes, and the columns of the student's are copied from it.
+        fn, rows, target, classes, beta, temperature, reduction, divisor, ignore_index, num_classes, check: as for
+            ``linear_distillation_token_loss``; autograd derives fn in one call for all tokens.
+        softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for ``distillation_loss``.
+
+    Returns:
+        The loss, and errors, as for ``linear_distillation_token_loss``.
+
+    Examples:
+        >>> logits, teacher_logits = torch.randn(4, 10, requires_grad=True), torch.randn(4, 10)
+        >>> total_variation = lambda d: 1 - d.overlap
+        >>> xent_ops.distillation_token_loss(logits, teacher_logits, total_variation).backward()
+    """
+    name = "xent_ops.distillation_token_loss"
+    transforms.refuse(name)
+    tensors = (input, teacher_input, target, classes)
+    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
+    has_target, (target, ignore_index) = target is not None, _target_of(input, target, ignore_index)
+    arguments.tensors(input, target)
+    arguments.required("teacher_input", teacher_input)
+    distillation_checks.teacher_is_constant("teacher_input", teacher_input)
+    checks.reduction(reduction, ("mean", "sum"))
+    divisor = arguments.divisor(divisor, input)
+    linear_checks.reduced_by(divisor, input, reduction)
+    arguments.boolean("check", check)
+    classes = _ids(classes)
+    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+    ignore_index, dtype = spec.options.ignore_index, accumulator(input)
+    teacher_logits = teacher_input
+    if classes is not None:
+        if num_classes is not None:
+            raise ValueError(distillation_checks.CLASSES_ALONE)
+        checks.same_shape("classes", classes.shape, input.shape[-1:], "the teacher's class of each of the student's")
+        if not transforms.is_traced() and classes.device.type == "cpu":
+            distillation_checks.class_values(classes, teacher_input.shape[-1])
+        teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
+    refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
+    function = DivergenceFunction(fn, rows, target, has_target, dtype, (input,), spec)
+    spec, with_tops = function.spec, function.with_tops
+    given = teacher_rows(teacher_input, target, classes, with_tops, spec)
+    values, statistics = differentiable(
+        "divergences_forward", input, given.logits, target, given.lse, **spec.keywords()
+    )
+    found = values.new_empty(0)
+    if with_tops:
+        found = tops(input.detach(), given, target, classes, spec, teacher_input.shape[-1])
+    if check:
+        function.check(values, statistics, found, target)
+    if reduction == "mean":
+        divisor = is_counted(target, ignore_index).sum()
+    divisor = _divisor(divisor, classes, teacher_input.shape[-1], dtype)
+    return function.sum(function.all_values(values, statistics, found, target), target, divisor)
+
+
+def _target_of(input: Any, target: Any, ignore_index: Any) -> tuple[Any, Any]:
+    refused = not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0
+    return distillation_arguments.target_of(target, ignore_index, 0.0, input, None if refused else input.shape[:-1])
+
+
+def _ids(classes: Any) -> Tensor | None:
+    arguments.optional("classes", classes)
+    if classes is not None:
+        distillation_checks.are_ids(classes)
+    return classes
+
+
+def _divisor(divisor: Tensor | None, classes: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:
+    """NaN where the classes are not different, if that cannot raise an error."""
+    if classes is None or (classes.device.type == "cpu" and not transforms.is_traced()):
+        return divisor
+    different = distillation_checks.nan_unless_different(classes, number).to(dtype)
+    return different if divisor is None else different * divisor.to(dtype)

@@ -1,0 +1,282 @@
+"""Divergences of two heads by chunks of rows, for loop.py: all classes, or a rank's slice of both heads' classes.
+
+A chunk of all classes packs its values and statistics, (12, n). For slices the chain rule splits a divergence into a
+part within the ranks' slices and a part between them. l_r is the student's lse of slice r and u_r the teacher's; l and
+u are the lse's of all classes::
+
+    KL(t || s) = sum_r T_r (KL_r + log T_r - log S_r),   log S_r = l_r - l,   log T_r = u_r - u
+
+KL_r is between the two distributions within the slice. A rank packs l_r, u_r, KL_r of both directions, x of the target
+(0 if it is on another rank) and the student's lse at a temperature of one, each only if a value needs it. The mixture
+and the overlap need the lse's of all classes first: a second gather sends their parts, 2 numbers a row for each.
+
+With ``with_tops`` two rows more are packed: ``divergences.tops``. A slice packs the largest x of each head and its
+class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.divergences import FIELDS, STATISTICS, Divergences
+from ..kernels.options import RowOptions
+from ..kernels.reference import is_counted
+from ..kernels.reference_ids import columns as columns_of_ids
+from ..kernels.reference_ids import gather
+from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
+from ..kernels.rows import padded_classes
+from .chunk import input_gradient, padded_logits
+from .chunks import classes_of
+from .divergences import dtype_of_teacher, teacher_rows, tops
+from .loop import ChunkLogits, HeadSlice, OneRank, RowRange
+
+_ops = torch.ops.xent
+_NO_SHARE = float("-inf")  # the logarithm of the share of a slice without probability
+_AGAIN = {"mixture": 3, "overlap": 4}  # of the second visit: the statistic that each value comes with
+_TOPS = ("top", "top_class", "teacher_top", "teacher_top_class")
+
+
+class TeacherHead(NamedTuple):
+    teacher_input: Tensor  # (..., H')
+    teacher_weight: Tensor
+    teacher_bias: Tensor | None
+    classes: Tensor | None = None  # (V,): the teacher's class of each of the student's; None: they are the same
+
+
+class Rows(NamedTuple):
+    """What all ranks know of the rows, with the same bits on each."""
+
+    values: Tensor  # (5, n)
+    statistics: Tensor  # (7, n)
+    tops: Tensor  # (2, n), or (0,) if they are not wanted
+
+
+def _sent(spec: Divergences, with_tops: bool) -> list[str]:
+    """The numbers of a row that a slice packs beside its two lse's."""
+    names = [name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]
+    return [*names, *(["hard_lse"] if spec.other_lse() else []), *(_TOPS if with_tops else ())]
+
+
+def width(rows: int, spec: Divergences, with_tops: bool) -> int:
+    """The number of values in the packed statistics of a rank."""
+    return (2 + len(_sent(spec, with_tops))) * rows + HEADER
+
+
+def chunk(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    class_start: int | None = None,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    classes: Tensor | None = None,
+    with_tops: bool = False,
+    count: Tensor | None = None,
+    after: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    padded: Callable[..., Tensor] = padded_logits,
+    **fields: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the packed statistics, the student's logits, the teacher's)."""
+    spec, start = Divergences(**fields), class_start or 0
+    head, bias, _, _ = classes_of(linear_weight, linear_bias, None, start, spec.num_classes)
+    logits, columns = padded(input, head, bias, count, logits_dtype), head.shape[0]
+    teacher_head, bias = teacher_weight, teacher_bias
+    if classes is None:
+        teacher_head, bias, _, _ = classes_of(teacher_weight, teacher_bias, None, start, spec.num_classes)
+    dtype = dtype_of_teacher(teacher_input.dtype, logits_dtype)
+    teacher_logits = padded(teacher_input, teacher_head, bias, count, dtype)
+    spec = spec if class_start is not None else spec._replace(num_classes=None)
+    if class_start is not None:
+        rows = logits[:, :columns], teacher_logits[:, :columns]
+        return slice_statistics(*rows, target, class_start, with_tops, spec), logits, teacher_logits
+    padding = 0 if classes is None else padded_classes(columns, teacher_logits.dtype) - columns
+    given = teacher_rows(teacher_logits[:, : teacher_head.shape[0]], target, classes, with_tops, spec, padding)
+    teacher_logits = teacher_logits if classes is None else given.logits
+    row_args = (logits[:, :columns], teacher_logits[:, :columns], target)
+    found = _ops.divergences_forward(*row_args, given.lse, **spec.keywords())
+    if with_tops:
+        found = [*found, tops(row_args[0], given, target, classes, spec, teacher_weight.shape[0])]
+    return torch.cat(list(found)), logits, teacher_logits
+
+
+def slice_statistics(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, class_start: int, with_tops: bool, spec: Divergences
+) -> Tensor:
+    """(1, width)."""
+    row_args, width = (logits, teacher_logits, target, None, None, class_start), logits.shape[1]
+    values, statistics = _ops.divergences_forward(*row_args, **spec.keywords())
+    of = dict(zip(FIELDS, values, strict=True)) | {"hard_lse": statistics[5]}
+    if spec.reads("log_prob"):
+        options, place = spec.options, (width, class_start, spec.num_classes)
+        at = columns_of_ids(target.unsqueeze(-1), *place, options.ignore_index)
+        of["log_prob"] = gather(logits, at, options).squeeze(-1)
+    if with_tops:
+        found = (
+            *_top(logits, target, class_start, spec.student()),
+            *_top(teacher_logits, target, class_start, spec.teacher()),
+        )
+        of |= dict(zip(_TOPS, found, strict=True))
+    numbers = [statistics[0], statistics[1], *(of[name].to(values.dtype) for name in _sent(spec, with_tops))]
+    return torch.cat([*numbers, header(class_start, width, values.new_full((), width))]).unsqueeze(0)
+
+
+def _top(logits: Tensor, target: Tensor, class_start: int, options: RowOptions) -> tuple[Tensor, Tensor]:
+    """(the largest x of each row, its class of all); ignored rows are not read. Without columns: -inf."""
+    counted = is_counted(target, options.ignore_index)
+    if logits.shape[1] == 0:
+        return target.new_full(target.shape, _NO_SHARE, dtype=torch.float64), torch.zeros_like(target)
+    index, options = torch.where(counted, 0, -100), options._replace(ignore_index=-100)
+    column = _ops.cross_entropy_forward(logits, index, None, True, False, False, True, **options.keywords())[2]
+    at = columns_of_ids(torch.where(counted, column, -100).unsqueeze(-1), logits.shape[1], 0, None, -100)
+    return gather(logits, at, options).squeeze(-1), column + class_start
+
+
+def join(gathered: Tensor, target: Tensor, class_start: int | None, spec: Divergences, with_tops: bool) -> Rows:
+    """The rows of all classes. The values of a second visit are still 0."""
+    if class_start is None:
+        of_values, of_both = len(FIELDS), len(FIELDS) + STATISTICS
+        rows_of_tops = gathered[of_both:] if with_tops else gathered.new_empty(0)
+        return Rows(gathered[:of_values], gathered[of_values:of_both], rows_of_tops)
+    assert spec.num_classes is not None
+    tiled, names = tiles(*shard_ranges(gathered[:, -HEADER:]), spec.num_classes), _sent(spec, with_tops)
+    numbers = gathered[:, :-HEADER].view(gathered.shape[0], 2 + len(names), target.shape[0])
+    slice_lse, slice_teacher_lse, *others = numbers.unbind(1)
+    of = dict(zip(names, others, strict=True))
+    lse, teacher_lse = slice_lse.logsumexp(0), slice_teacher_lse.logsumexp(0)
+    log_s, log_t = slice_lse - lse, slice_teacher_lse - teacher_lse
+    zero = torch.zeros_like(lse)
+    values, hard_lse = dict.fromkeys(FIELDS, zero), lse
+    if "hard_lse" in of:
+        hard_lse = of["hard_lse"].logsumexp(0)
+    if "kl" in of:
+        values["kl"] = _chained(log_t, log_s, of["kl"])
+    if "reverse_kl" in of:
+        values["reverse_kl"] = _chained(log_s, log_t, of["reverse_kl"])
+    if "log_prob" in of:
+        values["log_prob"] = of["log_prob"].sum(0) - hard_lse
+    lse = torch.where(tiled, lse, float("nan"))
+    packed = torch.where(tiled, torch.stack([values[name] for name in FIELDS]), float("nan"))
+    statistics = torch.stack([lse, teacher_lse, values["reverse_kl"], zero, zero, hard_lse, teacher_lse])
+    found_tops = gathered.new_empty(0)
+    if with_tops:
+        top, teacher_top = (_first_top(of[name], of[f"{name}_class"], spec) for name in _TOPS[::2])
+        found_tops = torch.stack([(top == teacher_top).to(lse.dtype), torch.ones_like(lse)])
+    return Rows(torch.where(is_counted(target, spec.options.ignore_index), packed, 0.0), statistics, found_tops)
+
+
+def _first_top(largest: Tensor, at_class: Tensor, spec: Divergences) -> Tensor:
+    """(n,): the first class with the largest x of all slices, (ranks, n)."""
+    return torch.where(largest == largest.amax(0), at_class, float("inf")).amin(0)
+
+
+def _chained(log_p: Tensor, log_q: Tensor, slice_kl: Tensor) -> Tensor:
+    """KL(p || q) from the slices' shares and the KL within each slice. The KL of a slice without share is not read."""
+    p = log_p.exp()
+    slice_kl = torch.where((log_p == _NO_SHARE) | (log_q == _NO_SHARE), 0.0, slice_kl)
+    return torch.where(p == 0.0, 0.0, p * (slice_kl + log_p - log_q)).sum(0)
+
+
+def second_sums(
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, rows: Rows, class_start: int | None, spec: Divergences
+) -> Tensor | None:
+    """(1, 4 n): this slice's parts of the sums that need the lse's of all classes. None: there are no such sums."""
+    if class_start is None or not spec.visits_again():
+        return None
+    slice_args = (logits, teacher_logits, target, None, rows.statistics, class_start)
+    values, statistics = _ops.divergences_forward(*slice_args, **spec.keywords())
+    parts = [(values[FIELDS.index(name)], statistics[row]) for name, row in _AGAIN.items() if spec.reads(name)]
+    return torch.cat([number for part in parts for number in part]).unsqueeze(0)
+
+
+def add_second_sums(rows: Rows, gathered: Tensor, spec: Divergences) -> Rows:
+    """Add the sums of all ranks, (ranks, 4 n)."""
+    names = [name for name in _AGAIN if spec.reads(name)]
+    sums = iter(gathered.view(gathered.shape[0], 2 * len(names), rows.values.shape[1]).sum(0).unbind())
+    values, statistics = list(rows.values.unbind()), list(rows.statistics.unbind())
+    for name in names:
+        values[FIELDS.index(name)] = values[FIELDS.index(name)] + next(sums)
+        statistics[_AGAIN[name]] = next(sums)
+    return rows._replace(values=torch.stack(values), statistics=torch.stack(statistics))
+
+
+def chunk_grad_(
+    logits: Tensor,
+    grad_values: Tensor,
+    teacher_logits: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    statistics: Tensor,
+    class_start: int | None = None,
+    with_grad_input: bool = True,
+    count: Tensor | None = None,
+    after: Tensor | None = None,
+    **fields: Any,
+) -> tuple[Tensor, Tensor]:
+    spec = Divergences(**fields)
+    head, _, _, _ = classes_of(linear_weight, None, None, class_start or 0, spec.num_classes)
+    class_logits, teacher_class_logits = logits[:, : head.shape[0]], teacher_logits[:, : head.shape[0]]
+    dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
+    spec = spec if class_start is not None else spec._replace(num_classes=None)
+    row_args = (class_logits, teacher_class_logits, target, statistics, class_start, dtype)
+    _ops.divergences_backward_(grad_values, *row_args, **spec.keywords())
+    return input_gradient(class_logits, dtype, head, count, with_grad_input), linear_weight.new_empty(0)
+
+
+Upstream = Callable[[Rows, RowRange], Tensor]  # to the gradients of the values, (5, n)
+
+
+class DivergenceSteps:
+    """The steps of loop.py on a chunk of two heads, with the caller's function between them."""
+
+    def __init__(
+        self,
+        head: HeadSlice,
+        teacher: TeacherHead,
+        spec: Divergences,
+        with_tops: bool,
+        upstream: Upstream,
+        ranks: OneRank,
+        class_start: int | None,  # None: all classes
+    ) -> None:
+        self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        self.teacher, self.spec, self.with_tops = teacher, spec, with_tops
+        self.upstream, self.ranks, self.class_start = upstream, ranks, class_start
+        self.columns, self.logits_dtype = head.columns(), head.chunking.logits_dtype
+
+    def begin(
+        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, ChunkLogits]:
+        _, weight, bias, classes = self.teacher
+        heads = (inputs[0], self.weight, part.target, inputs[1], weight, self.class_start, self.bias, bias)
+        chunk_args = (classes, self.with_tops, count, after, self.logits_dtype)
+        statistics, *logits = _ops.linear_divergences_chunk(*heads, *chunk_args, **self.spec.keywords())
+        return statistics, tuple(logits)
+
+    def end(
+        self,
+        chunk_logits: ChunkLogits,
+        part: RowRange,
+        gathered: Tensor,
+        output_mask: Sequence[bool],
+        count: Tensor | None,
+        after: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        rows = join(self.ranks.wait(gathered), part.target, self.class_start, self.spec, self.with_tops)
+        student, teacher = [logits[:, : self.columns] for logits in chunk_logits]
+        sums = second_sums(student, teacher, part.target, rows, self.class_start, self.spec)
+        if sums is not None:
+            rows = add_second_sums(rows, self.ranks.wait(self.ranks.gather(sums)), self.spec)
+        grad_values = self.upstream(rows, part)
+        if not any(output_mask):
+            return None
+        backward_args = (self.weight, part.target, rows.statistics, self.class_start, output_mask[0], count, after)
+        return _ops.linear_divergences_chunk_grad_(
+            chunk_logits[0], grad_values, chunk_logits[1], *backward_args, **self.spec.keywords()
+        )

@@ -1,0 +1,219 @@
+"""Divergences of two heads, by chunks of rows: products with both heads, and row operators on their logits.
+
+It works like cross_entropy.py, with two chunks of logits at a time: the student's and the teacher's. The teacher's
+products are skipped for the rows that the student's products skip.
+
+With ``classes`` the student's classes are some of the teacher's. The teacher's logits are computed for all of its
+classes, for their lse, and the columns of the student's classes are taken from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.divergences import FIELDS, STATISTICS, Divergences
+from ..kernels.options import Chunking, LossOptions, RowOptions
+from ..kernels.reference import accumulator, is_counted
+from . import float16
+from .backend import IN_MEMORY, Backend
+from .chunks import Gradients, as_rows, divisors_and_factors, in_dtype, unpack_statistics
+from .packing import ComputedRows
+
+_ops = torch.ops.xent
+
+
+Head = tuple[Tensor, Tensor, Tensor | None]  # input, weight, bias
+_SKIPPED = (0.0,) * (len(FIELDS) + STATISTICS)
+
+
+def dtype_of_teacher(dtype: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
+    """Of the teacher's logits: no option makes them narrower."""
+    return dtype if logits_dtype is None or dtype.itemsize > logits_dtype.itemsize else logits_dtype
+
+
+class TeacherRows(NamedTuple):
+    logits: Tensor  # (..., T), of the student's classes
+    lse: Tensor | None = None  # (...), of all of the teacher's classes. None: they are the student's
+    top: Tensor | None = None  # (...), the argmax of all of them, if it is wanted
+
+
+def teacher_rows(
+    logits: Tensor, target: Tensor, classes: Tensor | None, with_tops: bool, spec: Divergences, padding: int = 0
+) -> TeacherRows:
+    """Of the teacher's logits. ``padding``: columns behind the student's classes that may hold any values."""
+    top = None
+    if classes is None:
+        if with_tops:
+            _, top = _lse_and_top(logits, target, spec.teacher(), spec)
+        return TeacherRows(logits, None, top)
+    lse, top = _lse_and_top(logits, target, spec.teacher(), spec, with_tops)
+    columns = torch.nn.functional.pad(classes.to(torch.int64), (0, padding))
+    return TeacherRows(logits.index_select(-1, columns), lse, top if with_tops else None)
+
+
+def _lse_and_top(
+    logits: Tensor, target: Tensor, options: RowOptions, spec: Divergences, with_top: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(lse, argmax) of counted rows. The logits of ignored rows are not read."""
+    index, logits = (
+        torch.where(is_counted(target, spec.options.ignore_index), 0, -100),
+        logits[..., : spec.columns(logits)],
+    )
+    keywords = options._replace(ignore_index=-100).keywords()
+    _, lse, top, *_ = _ops.cross_entropy_forward(logits, index, None, with_top, False, False, True, **keywords)
+    return lse, top
+
+
+def tops(
+    logits: Tensor, teacher: TeacherRows, target: Tensor, classes: Tensor | None, spec: Divergences, all_classes: int
+) -> Tensor:
+    """(2, ...), 1 or 0: do the argmaxes agree; is the teacher's one of the student's classes? ``all_classes``: its."""
+    assert teacher.top is not None
+    _, top = _lse_and_top(logits, target, spec.student(), spec)
+    covers = torch.ones_like(top, dtype=torch.bool)
+    if classes is not None:
+        top, is_covered = classes[top].to(torch.int64), covers.new_zeros(all_classes)
+        covers = is_covered.index_fill(0, classes.to(torch.int64), True)[teacher.top]
+    return torch.stack([top == teacher.top, covers]).to(accumulator(logits))
+
+
+def _products(
+    student: Head,
+    target: Tensor,
+    teacher: Head,
+    spec: Divergences,
+    chunking: Chunking,
+    backend: Backend,
+    *gradient_args: Any,
+) -> tuple[ComputedRows, Any]:
+    """The rows that both heads multiply, and the student's products, whose ``other_heads`` has the teacher's."""
+    flat, flat_teacher = as_rows(student[0]), as_rows(teacher[0])
+    heads = (flat, student[1]), (flat_teacher, teacher[1])
+    rows = backend.rows(target, spec.options.ignore_index, chunking, *heads)
+    products = backend.products(rows, flat, *student[1:], chunking, *gradient_args)
+    dtype = dtype_of_teacher(flat_teacher.dtype, chunking.logits_dtype)
+    teacher_chunking = Chunking(products.size, logits_dtype=None if dtype == flat_teacher.dtype else dtype)
+    products.other_heads = (backend.products(rows, flat_teacher, *teacher[1:], teacher_chunking),)
+    return rows, products
+
+
+def statistics(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    classes: Tensor | None = None,
+    with_tops: bool = False,
+    *,
+    accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    backend: Backend = IN_MEMORY,
+    **fields: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values and statistics of the rows, as divergences_forward returns them; ``tops``, or (0,))."""
+    spec, chunking = Divergences(**fields), Chunking(chunk_rows, skip_ignored, logits_dtype)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    rows, products = _products(student, target, teacher, spec, chunking, backend)
+    ignored = spec.options.ignore_index if skip_ignored else None
+
+    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> Sequence[Tensor]:
+        given = teacher_rows(teacher_logits, target, classes, with_tops, spec)
+        found = _ops.divergences_forward(logits, given.logits, target, given.lse, **spec.keywords())
+        found = [row for part in found for row in part.unbind()]
+        return [*found, *tops(logits, given, target, classes, spec, len(teacher_weight))] if with_tops else found
+
+    fills = _SKIPPED + (0.0, 0.0) * with_tops
+    computed = unpack_statistics(rows, products.run(visit, rows.indices()), fills, target, ignored)
+    of_values, of_both = len(FIELDS), len(_SKIPPED)
+    found_tops = torch.stack(computed[of_both:]) if with_tops else computed[0].new_empty(0)
+    return torch.stack(computed[:of_values]), torch.stack(computed[of_values:of_both]), found_tops
+
+
+def gradients(
+    grad_values: Tensor,
+    statistics: Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    classes: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    *,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    backend: Backend = IN_MEMORY,
+    **fields: Any,
+) -> Gradients:
+    """Compute both logits again. Gradients have the student's dtype, or are (0,) if the mask does not want them."""
+    spec, dtype, chunking = Divergences(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored, logits_dtype)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
+    indices, grad_rows = rows.indices(), [rows.pack(grad) for grad in grad_values.to(dtype).unbind()]
+    factors, upstream = float16.split_grads(input.dtype, grad_rows, indices, linear_weight.shape[0], spec.options)
+
+    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, *row_values: Tensor) -> Sequence[Tensor]:
+        of_classes, *_ = teacher_rows(teacher_logits, target, classes, False, spec)
+        upstream, statistics = (torch.stack(part) for part in (row_values[: len(FIELDS)], row_values[len(FIELDS) :]))
+        row_args = (upstream, logits, of_classes, target, statistics, None, products.grad_dtype)
+        return products.write("divergences_backward", logits, *row_args, **spec.keywords())
+
+    if any(output_mask):
+        values = [rows.pack(value) for value in statistics.unbind()]
+        shares = None if factors is None else factors.shares
+        products.run(visit, indices, *upstream, *values, gradient=True, shares=shares)
+    return in_dtype(products.gradients(input.shape, factors), input.dtype)
+
+
+def with_grad(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    divisor: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    output_mask: Sequence[bool] = (True, True, True),
+    accumulate_dtype: torch.dtype | None = None,
+    *,
+    hard_weight: float = 0.0,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+    skip_ignored: bool = False,
+    backend: Backend = IN_MEMORY,
+    **fields: Any,
+) -> tuple[Tensor, ...]:
+    """(value, divisors, gradients). The gradients are like those of cross_entropy.with_grad."""
+    spec, chunking = Divergences(**fields), Chunking(chunk_rows, skip_ignored)
+    loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
+    divisors, (scale, _), shares = divisors_and_factors(input, target, None, token_weight, divisor, loss)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
+    factors = None if token_weight is None and shares is None else rows.pack(scale)
+    shares = None if shares is None else rows.pack(shares)
+
+    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
+        row_args = (teacher_logits, target, scale if factor is None else factor)
+        keywords = {**spec.keywords(), "hard_weight": hard_weight}
+        return products.write("divergences_with_grad", logits, logits, *row_args, **keywords)
+
+    computed = products.run(visit, rows.indices(), factors, gradient=True, shares=shares)
+    (row_loss,) = unpack_statistics(rows, computed, (0.0,), target, None)
+    summary_args = (row_loss, row_loss, target, None, token_weight, divisors)
+    value, *_ = _ops.row_summary(*summary_args, **loss._replace(reduction="mean").reduction_keywords())
+    return value, divisors, *products.gradients(input.shape)

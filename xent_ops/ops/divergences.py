@@ -1,0 +1,60 @@
+"""Operators for a token's divergences from logits: their values and, from a coefficient of each, the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels import reference_divergences as reference
+from . import distillation_checks
+from .contract import Call
+from .library import Gradients, autograd, needs_grad, operator, run, save_for, save_nothing, saved
+from .rules import check_targets
+
+
+def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
+    if needs_grad(ctx, "teacher_logits"):
+        distillation_checks.teacher_needs_grad("teacher_logits")
+    if call.class_start is not None and needs_grad(ctx, "logits"):
+        raise RuntimeError(
+            "divergences over a slice of the classes have no derivative: call xent::divergences_forward on detached "
+            "logits, or use xent_ops.distributed.vocab_parallel_linear_distillation_loss"
+        )
+    ctx.mark_non_differentiable(output[1])
+    save_for(ctx, "divergences_backward", call, statistics=output[1])
+
+
+def _backward(ctx: Any, grad_values: Tensor, _: None) -> Gradients:
+    return {"logits": run("divergences_backward", saved(ctx) | {"grad_values": grad_values})}
+
+
+def refuse_derivatives(ctx: Any, *grads: Tensor) -> Gradients:
+    if any(ctx.needs_input_grad):
+        raise RuntimeError(
+            "a distillation loss has no second derivative, and operators that return its gradient have none: write it "
+            "in plain torch, of the log_softmax of both logits"
+        )
+    return {}
+
+
+operator(
+    "divergences_forward",
+    reference=reference.divergences_forward,
+    check_values=check_targets,
+)
+autograd("divergences_forward", _backward, _save)
+
+operator(
+    "divergences_backward",
+    reference=reference.divergences_backward,
+    check_values=check_targets,
+)
+autograd("divergences_backward", refuse_derivatives, save_nothing)
+
+operator(
+    "divergences_with_grad",
+    reference=reference.divergences_with_grad,
+    check_values=check_targets,
+)
+autograd("divergences_with_grad", refuse_derivatives, save_nothing)

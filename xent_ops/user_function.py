@@ -1,0 +1,226 @@
+"""A user's function of tokens, and what every loss that the loop over chunks computes has of its tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .head import loop
+from .head.float16 import Split
+from .kernels.options import LossOptions
+from .kernels.reference import is_counted
+from .linear_call import LinearCall, statistics
+from .ops import arguments, transforms
+from .ops.message_values import repr_for_message, type_name
+from .ops.reduction import counted_sum
+from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
+
+Function = Callable[..., Tensor]
+"""``fn(stats, *rows)``: stats is a NamedTuple of n tokens; returns (n,)."""
+
+Values = list[tuple[Tensor, Tensor]]
+
+
+class _Agreed(NamedTuple):
+    """Values that must be the same on all ranks."""
+
+    rows: list[Tensor]
+    read: tuple[str, ...]
+
+
+class TokenRows:
+    """Tensors that a loss reads beside the statistics of tokens. Its subclasses are the losses of token_function.py.
+
+    ``rows`` are tensors (target's shape, *). If a token has several classes, ``ids``, they are the last of the rows.
+    """
+
+    reads_entropy = False
+    mask_ids = False  # the lse is that of the classes that no id of the token names
+    token_weight: Tensor | None = None  # what ``all_values`` multiplies the numbers of tokens by
+    # (parts, the loss's divisors and factors, values) to the function that the loop calls between a chunk's statistics
+    # and its gradient. ``values`` gets the numbers of each chunk's tokens and their targets.
+    upstream_of_parts: Callable[[int, Split, Values], Callable[..., Any]]
+    # (*the statistics of all rows, target) to (N,), the numbers of all tokens, any in ignored rows. Differentiable.
+    all_values: Callable[..., Tensor]
+
+    def __init__(
+        self, rows: list[Tensor], target: Tensor, ignore_index: int, dtype: torch.dtype, ids: Tensor | None
+    ) -> None:
+        self.rows, self.several = rows if ids is None else [*rows, ids], ids is not None
+        self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
+        self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # per token
+
+    def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
+        """Of all rows, for ``all_values``."""
+        return statistics(call, self.reads_entropy, self.mask_ids)
+
+    def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Those of all heads, with the same rows."""
+        return (input,)
+
+    def steps(self, head: loop.HeadSlice, loss: LossOptions, upstream: Any, ranks: loop.OneRank) -> loop.Steps:
+        return loop.CrossEntropySteps(head, loss, upstream, ranks, self.reads_entropy, self.mask_ids)
+
+    def ids(self, parts: int = 1) -> Tensor | None:
+        """(parts, tokens, K), or None if a token has one class."""
+        return self._rows(parts, self.number // parts)[-1] if self.several else None
+
+    def arrange(self, order: Callable[[Tensor], Tensor], number: int | None = None) -> None:
+        """Bring the tokens of all rows into another order, or take ``number`` of them."""
+        self.rows = [order(row) for row in self.rows]
+        self.number = self.number if number is None else number
+
+    def sum(self, values: Tensor, target: Tensor, divisor: Tensor | None) -> Tensor:
+        """The sum over counted tokens, divided."""
+        return counted_sum(values, target.reshape(-1), divisor, self.ignore_index)
+
+    def _rows(self, *shape: int) -> list[Tensor]:
+        """The rows, reshaped to (*shape, *)."""
+        return [row.reshape(*shape, *tail) for row, tail in zip(self.rows, self._token_shapes, strict=True)]
+
+
+class UserFunction(TokenRows):
+    """A user's function. A call on two tokens of zeros shows which fields it reads and that it returns two numbers.
+
+    If one of ``learned``, the head's tensors, requires grad, its value must too.
+    """
+
+    recorder: type[FieldRecorder]
+    instead: str  # the function that is differentiable and takes any function of its results
+    all_stats: Callable[..., tuple[Any, list[Tensor]]]  # (*the statistics of all rows, target) to the fields and rows
+
+    def __init__(
+        self,
+        fn: Function,
+        rows: Any,
+        target: Tensor,
+        ignore_index: int,
+        dtype: torch.dtype,
+        ids: Tensor | None = None,
+        learned: Sequence[Tensor | None] = (),
+    ) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn must be a function of (stats, *rows), got {type_name(fn)}")
+        super().__init__(_checked_rows(rows, target, self.instead), target, ignore_index, dtype, ids)
+        self.fn = fn
+        self.read = self._probe(target, learned)
+
+    def agreed(self) -> _Agreed:
+        return _Agreed(self.rows, self.read)
+
+    def all_values(self, *statistics_and_target: Tensor) -> Tensor:
+        return self._call(*self.all_stats(*statistics_and_target))
+
+    def zeros(self, zeros: Tensor) -> Sequence[Tensor]:
+        """The fields of tokens of zeros."""
+        return [zeros if name in self.recorder.learned else zeros.detach() for name in self.recorder.record._fields]
+
+    def _probe(self, target: Tensor, learned: Sequence[Tensor | None]) -> tuple[str, ...]:
+        """The fields that it reads."""
+        leaves = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
+        # Not bool: Dynamo of torch 2.11 does not trace it for a list.
+        wants_grad, traced = torch.is_grad_enabled() and len(leaves) > 0, transforms.is_traced()
+        zeros = target.new_zeros(PROBED, dtype=self.dtype, requires_grad=wants_grad and not traced)
+        # Setting a gradient mode would leave an empty submodule in an exported program, which could then not be loaded.
+        with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
+            stats, value = self._call_on_zeros(zeros, target)
+            if value.requires_grad if traced else is_learned_elsewhere(value, zeros):
+                raise RuntimeError(
+                    "fn closes over a tensor that requires grad, whose gradient would be lost: detach it. Where it "
+                    f"should be learned, {self.instead}"
+                )
+            if wants_grad and traced:  # Dynamo knows neither leaves nor the graph of a value
+                value = self._call_on_zeros(zeros + leaves[0][..., :0].sum().to(self.dtype), target)[1]
+        if wants_grad and not value.requires_grad:
+            raise RuntimeError(
+                "fn returned a tensor that needs no grad, so all gradients would be zero: it must depend on "
+                f"{self.recorder.listed(self.recorder.learned, 'or')}, not detached. For its value alone, use "
+                "torch.no_grad()"
+            )
+        return tuple([name for name in self.recorder.record._fields if name in stats.read])
+
+    def _call_on_zeros(self, zeros: Tensor, target: Tensor) -> tuple[FieldRecorder, Tensor]:
+        shapes = self._token_shapes[:-1] if self.several else self._token_shapes
+        rows = [row.new_zeros((PROBED, *shape)) for row, shape in zip(self.rows, shapes, strict=False)]
+        stats = self.recorder(self.zeros(zeros))
+        value = first_call(self.fn, stats, rows)
+        self._check_value(value, PROBED, target)
+        return stats, value
+
+    def _check_value(self, value: Any, number: int, target: Tensor) -> None:
+        if not isinstance(value, Tensor):
+            found = "its stats" if isinstance(value, FieldRecorder) else type_name(value)
+            raise TypeError(f"fn returned {found}; expected a tensor of shape (n,), one number a token")
+        if not value.is_floating_point():
+            raise TypeError(f"fn returned a tensor of dtype {value.dtype}; expected floating point, one number a token")
+        if self.several and value.dim() == 2:
+            raise ValueError(
+                f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "
+                "token: add up over its K classes"
+            )
+        if tuple(value.shape) != (number,):
+            raise ValueError(
+                f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "
+                "token: it must not add up or average over tokens, the sum over tokens and divisor= do that"
+            )
+        if value.device != target.device:
+            raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
+
+    def _call(self, stats: Any, rows: Sequence[Tensor]) -> Tensor:
+        value = self.fn(stats, *(rows[:-1] if self.several else rows))
+        if tuple(value.shape) != tuple(stats[-1].shape):
+            self._check_value(value, stats[-1].shape[0], stats[-1])
+        return value.to(self.dtype)
+
+    def check(self, *statistics_and_target: Tensor) -> None:
+        """Raise if a token's number depends on the other tokens. It reads values, so it synchronises."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
+        with torch.no_grad():
+            stats, rows = self.all_stats(*statistics_and_target)
+            size = max(-(-self.number // 3), 1)
+            parts = [slice(start, start + size) for start in range(0, max(self.number, 1), size)]
+            joint = self._call(stats, rows)
+            values_of_parts = [
+                self._call(type(stats)(*(value[part] for value in stats)), [row[part] for row in rows])
+                for part in parts
+            ]
+            separate = torch.cat(values_of_parts)
+            differ = ~torch.isclose(joint, separate, rtol=1e-4, atol=1e-6, equal_nan=True)
+            differ &= is_counted(statistics_and_target[-1], self.ignore_index).reshape(-1)
+            if bool(differ.any()):
+                token = int(differ.nonzero()[0])
+                raise ValueError(
+                    f"fn gives token {token} {float(joint[token])} beside all tokens, but {float(separate[token])} "
+                    f"beside {size} of them: it must not mix tokens, since it is called a chunk at a time. "
+                    f"{self.instead}"
+                )
+
+
+def _checked_rows(rows: Any, target: Tensor, instead: str) -> list[Tensor]:
+    if isinstance(rows, Tensor) or not isinstance(rows, (tuple, list)):
+        hint = ": for one tensor pass rows=(tensor,)" if isinstance(rows, Tensor) else ""
+        raise TypeError(
+            f"rows must be a tuple of tensors, got {repr_for_message(rows) if not hint else 'a tensor'}{hint}"
+        )
+    for i, row in enumerate(rows):
+        name = f"rows[{i}]"
+        arguments.required(name, row)
+        if row.dim() < target.dim() or any(
+            size != expected for size, expected in zip(row.shape, target.shape, strict=False)
+        ):
+            raise ValueError(
+                f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, as the target's (one "
+                "number a sequence: unsqueeze and expand it)"
+            )
+        if row.device != target.device:
+            raise ValueError(f"{name} is on {row.device} but target is on {target.device}; both must be the same")
+        if row.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires grad, which would be lost: detach it. Where it should be learned, {instead}"
+            )
+    return [row.clone() for row in rows]  # for a function that writes to them
