@@ -162,19 +162,21 @@ def gradients(
     spec, dtype, chunking = Divergences(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored, logits_dtype)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
-    indices, grad_rows = rows.indices(), [rows.pack(grad) for grad in grad_values.to(dtype).unbind()]
-    factors, upstream = float16.split_grads(input.dtype, grad_rows, indices, linear_weight.shape[0], spec.options)
+    indices, grad_rows = rows.indices(), torch.stack([rows.pack(grad) for grad in grad_values.to(dtype).unbind()], -1)
+    split_args = (input.dtype, [grad_rows, None, None], indices, linear_weight.shape[0], spec.options)
+    factors, (upstream, *_) = float16.split_grads(*split_args)
 
-    def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, *row_values: Tensor) -> Sequence[Tensor]:
+    def visit(
+        logits: Tensor, teacher_logits: Tensor, target: Tensor, grads: Tensor, *statistics: Tensor
+    ) -> Sequence[Tensor]:
         of_classes, *_ = teacher_rows(teacher_logits, target, classes, False, spec)
-        upstream, statistics = (torch.stack(part) for part in (row_values[: len(FIELDS)], row_values[len(FIELDS) :]))
-        row_args = (upstream, logits, of_classes, target, statistics, None, products.grad_dtype)
+        row_args = (grads.t(), logits, of_classes, target, torch.stack(statistics), None, products.grad_dtype)
         return products.write("divergences_backward", logits, *row_args, **spec.keywords())
 
     if any(output_mask):
         values = [rows.pack(value) for value in statistics.unbind()]
         shares = None if factors is None else factors.shares
-        products.run(visit, indices, *upstream, *values, gradient=True, shares=shares)
+        products.run(visit, indices, upstream, *values, gradient=True, shares=shares)
     return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
