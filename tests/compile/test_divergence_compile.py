@@ -112,3 +112,22 @@ def test_a_cuda_graph_replays_with_other_numbers(classes):
         x.normal_(), y.normal_()
     graph.replay()
     torch.testing.assert_close(captured, gradients(of_heads, tensors))
+
+
+def test_numbers_that_change_are_symbols(device):
+    """Dynamo traces a second value of a float as a symbol, which the checks of all options take."""
+    x, w, y, u, weight, _ = inputs(device)
+    target = torch.arange(N, device=device)
+
+    def token(temperature, scale):
+        options = {"temperature": temperature, "logit_scale": scale, "target": target}
+        return xent_ops.linear_distillation_token_loss(x, w, y, u, blend, rows=(weight,), **options)
+
+    def fixed(temperature, hard_weight):
+        options = {"temperature": temperature, "hard_weight": hard_weight, "target": target}
+        return xent_ops.linear_distillation_loss(x, w, y, u, **options)
+
+    for step in (token, fixed):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for numbers in ((1.5, 0.5), (2.0, 0.75)):
+            torch.testing.assert_close(compiled(*numbers), step(*numbers))

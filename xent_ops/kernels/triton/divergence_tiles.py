@@ -101,35 +101,26 @@ def visit_again(sums, x, y, lse, teacher_lse, lse_all, beta, MODE: tl.constexpr)
 
 
 @triton.jit
-def coefficients_of(upstream_ptr, row, n_rows, upstream_stride, hard_weight, MODE: tl.constexpr, ACC: tl.constexpr):
-    """Those of the values. With MODE.fixed, of the loss that is one of them plus hard_weight times a cross entropy."""
-    of_kl = tl.cast(0.0, ACC)
-    of_reverse = of_kl
-    of_mixture = of_kl
-    of_overlap = of_kl
-    of_log_prob = of_kl
+def _coefficient(upstream_ptr, WANTED: tl.constexpr, ACC: tl.constexpr):
+    value = tl.cast(0.0, ACC)
+    if WANTED:
+        value = tl.load(upstream_ptr).to(ACC)
+    return value
+
+
+@triton.jit
+def coefficients_of(upstream_ptr, stride, hard_weight, MODE: tl.constexpr, ACC: tl.constexpr):
+    """Those of a row's values. With MODE.fixed of a loss: one of them, plus hard_weight times a cross entropy."""
+    of_log_prob = _coefficient(upstream_ptr + 4 * stride, MODE.hard != 0, ACC)
     if MODE.fixed:
-        a = tl.load(upstream_ptr + tl.cast(row, tl.int64) * upstream_stride).to(ACC)
-        if MODE.kl:
-            of_kl = a
-        if MODE.reverse_kl:
-            of_reverse = a
-        if MODE.mixture:
-            of_mixture = a
-        if MODE.hard != 0:
-            of_log_prob = -hard_weight * a
-    else:
-        if MODE.kl:
-            of_kl = tl.load(upstream_ptr + row).to(ACC)
-        if MODE.reverse_kl:
-            of_reverse = tl.load(upstream_ptr + n_rows + row).to(ACC)
-        if MODE.mixture:
-            of_mixture = tl.load(upstream_ptr + 2 * n_rows + row).to(ACC)
-        if MODE.overlap:
-            of_overlap = tl.load(upstream_ptr + 3 * n_rows + row).to(ACC)
-        if MODE.hard != 0:
-            of_log_prob = tl.load(upstream_ptr + 4 * n_rows + row).to(ACC)
-    return of_kl, of_reverse, of_mixture, of_overlap, of_log_prob
+        of_log_prob *= -hard_weight
+    return (
+        _coefficient(upstream_ptr, MODE.kl, ACC),
+        _coefficient(upstream_ptr + stride, MODE.reverse_kl, ACC),
+        _coefficient(upstream_ptr + 2 * stride, MODE.mixture, ACC),
+        _coefficient(upstream_ptr + 3 * stride, MODE.overlap, ACC),
+        of_log_prob,
+    )
 
 
 @triton.jit
@@ -139,9 +130,12 @@ def any_of(coefficients):
 
 
 @triton.jit
-def _part(coefficient, term):
-    """A row without this gradient gets exact zeros, even where the term is not finite."""
-    return tl.where(coefficient == 0.0, 0.0, coefficient * term)
+def _part(coefficient, term, MODE: tl.constexpr):
+    """A row without this gradient gets exact zeros, even where the term is not finite. A fixed loss writes them."""
+    part = coefficient * term
+    if not MODE.fixed:
+        part = tl.where(coefficient == 0.0, 0.0, part)
+    return part
 
 
 @triton.jit
@@ -163,20 +157,20 @@ def gradient_of(
     s = tl.exp2(log_s * LOG2E)
     grad = tl.zeros_like(x)
     if MODE.kl:
-        grad += _part(of_kl, s - tl.exp2(log_t * LOG2E))
+        grad += _part(of_kl, s - tl.exp2(log_t * LOG2E), MODE)
     if MODE.reverse_kl:
-        grad += _part(of_reverse, _of_divergence(s, log_s - log_t, reverse_kl))
+        grad += _part(of_reverse, _of_divergence(s, log_s - log_t, reverse_kl), MODE)
     if MODE.mixture:
         s_there, _t, ratio, _t_over_m = _mixture(log_s, log_t, beta)
-        grad += _part(of_mixture * (1.0 - beta), _of_divergence(s_there, ratio, student_kl))
+        grad += _part(of_mixture * (1.0 - beta), _of_divergence(s_there, ratio, student_kl), MODE)
     if MODE.overlap:
-        grad += _part(of_overlap, s * (tl.where(log_s <= y - lse_all, 1.0, 0.0) - lower_mass))
+        grad += _part(of_overlap, s * (tl.where(log_s <= y - lse_all, 1.0, 0.0) - lower_mass), MODE)
     if MODE.hard != 0:
         p = s
         if MODE.hard == 2:
             p = tl.exp2((temperature * x - hard_lse) * LOG2E)
         hot = tl.where(columns == target, 1.0, 0.0)
-        grad += _part(of_log_prob * temperature, tl.where(valid, hot - p, float("nan")))
+        grad += _part(of_log_prob * temperature, tl.where(valid, hot - p, float("nan")), MODE)
     grad *= scale_of(act)
     if FLAGS.softcap:
         grad *= tanh_slope(x, act)

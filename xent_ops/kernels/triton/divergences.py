@@ -79,7 +79,11 @@ def divergences_kernel(
     zero = tl.cast(0.0, ACC)
     coefficients = (zero, zero, zero, zero, zero)
     if MODE.gradient:
-        coefficients = coefficients_of(upstream_ptr, row, n_rows, upstream_stride, hard_weight, MODE, ACC)
+        of_row_ptr = upstream_ptr + tl.cast(row, tl.int64) * upstream_stride
+        stride = n_rows
+        if MODE.fixed:
+            stride = tl.cast(0, tl.int64)
+        coefficients = coefficients_of(of_row_ptr, stride, hard_weight, MODE, ACC)
     is_passed = any_of(coefficients)
     if not (MODE.statistics or MODE.again):
         live = live & is_passed  # a row without an upstream gradient is not read

@@ -93,7 +93,7 @@ class _Call:
             *strides,
             *teacher_strides,
             *(out_strides or strides),
-            upstream_stride,
+            1 if grad_scale is None else upstream_stride,
             class_start or 0,
             spec.num_classes or 0,
             ignore_index,
