@@ -74,14 +74,15 @@ def vocab_parallel_linear_distillation_token_loss(
     four for the argmaxes, and then two for each of jsd and overlap.
 
     Args:
-        input, weight_shard, bias_shard, teacher_input, teacher_weight_shard, teacher_bias_shard, group, num_classes,
-            class_start, sequence_parallel: as for ``vocab_parallel_linear_distillation_loss``.
+        input, weight_shard, bias_shard, teacher_input, teacher_weight_shard, teacher_bias_shard: as for
+            ``vocab_parallel_linear_distillation_loss``.
+        group, num_classes, class_start, sequence_parallel: as for ``vocab_parallel_linear_distillation_loss``.
         fn, rows: as for ``xent_ops.linear_distillation_token_loss``, for all tokens, the same on every rank, also with
             ``sequence_parallel``.
         target: (...), class indices of the whole vocabulary, the same on every rank. None: all rows count.
-        beta, temperature, reduction, divisor, ignore_index, softcap, logit_scale, teacher_softcap, teacher_logit_scale,
-            logits_dtype, accumulate_dtype, chunk_rows: as for ``xent_ops.linear_distillation_token_loss``, the same on
-            every rank.
+        beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for
+            ``xent_ops.linear_distillation_token_loss``, the same on every rank.
+        reduction, divisor, ignore_index, logits_dtype, accumulate_dtype, chunk_rows: likewise.
         check: as for ``vocab_parallel_linear_cross_entropy``. It also compares the values of ``rows``.
 
     Returns:
