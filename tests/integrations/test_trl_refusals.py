@@ -5,6 +5,7 @@ import pytest
 for package in ("trl", "datasets", "peft"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
+import peft  # noqa: E402
 import torch  # noqa: E402
 import trainers  # noqa: E402
 import trl.experimental.gmpo  # noqa: E402
@@ -69,7 +70,18 @@ def test_options(tmp_path):
         use_xent(trainer, any_version="yes")
 
 
-@pytest.mark.parametrize("kind, name", [("SFT", "model"), ("Distillation", "model"), ("Distillation", "teacher_model")])
+def test_adapters_on_a_head_that_zero_3_has_partitioned(tmp_path):
+    """Each module of the head is gathered by itself. test_trl_ranks.py has heads that are taken."""
+    adapters = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    trainer = trainers.make("SFT", tmp_path)
+    trainer.model = peft.get_peft_model(trainer.model, adapters)
+    trainer.model.get_base_model().lm_head.base_layer.weight.ds_id = 0
+    with pytest.raises(TypeError, match=r"the head is a peft.*Linear whose weight is partitioned over ranks \(ZeRO-3"):
+        use_xent(trainer)
+    assert "_xent" not in vars(trainer)
+
+
+@pytest.mark.parametrize("kind, name", [("GKD", "model"), ("Distillation", "model"), ("Distillation", "teacher_model")])
 def test_heads_that_zero_3_has_partitioned(tmp_path, kind, name):
     trainer = trainers.make(kind, tmp_path)
     getattr(trainer, name).get_output_embeddings().weight.ds_id = 0

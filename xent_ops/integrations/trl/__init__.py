@@ -170,7 +170,10 @@ def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
         head = model.get_output_embeddings()
         heads.refuse_sharded(head)
         if kind.__name__ in _DISTILLING and heads.is_partitioned(head):
-            raise TypeError(f"{kind.__name__} with DeepSpeed's ZeRO-3, which partitions the weights of both heads")
+            raise TypeError(
+                f"{kind.__name__}: the head's weight is partitioned by DeepSpeed's ZeRO-3, which gathers it for what "
+                "its call returns, and the divergence needs two heads at once: use stage 2"
+            )
     return models
 
 
