@@ -76,9 +76,9 @@ inline Tensor cat(const std::vector<Tensor>& tensors) {
   return call("aten::cat", "", tensors, int64_t{0});
 }
 
-// (4, ...): the tensor four times, as a new first dimension.
-inline Tensor four_times(const Tensor& tensor) {
-  return cat(std::vector<Tensor>(4, torch::stable::unsqueeze(tensor, 0)));
+// (number, ...): the tensor `number` times, as a new first dimension.
+inline Tensor times(const Tensor& tensor, int number) {
+  return cat(std::vector<Tensor>(number, torch::stable::unsqueeze(tensor, 0)));
 }
 
 inline Tensor narrow(Tensor tensor, int64_t dim, int64_t start, int64_t length) {

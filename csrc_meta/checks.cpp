@@ -151,8 +151,8 @@ void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
   }
 }
 
-void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
-                  MaybeInt class_start, const DistillationOptions& options) {
+void divergences(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, MaybeInt class_start,
+                 const DivergenceOptions& options) {
   if (!CHECKED) {
     return;
   }
@@ -164,6 +164,12 @@ void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tens
              "teacher_logits must have the rows of the logits");
   XENT_CHECK(options.beta >= 0 && options.beta <= 1, "beta must be from 0 to 1");
   XENT_CHECK(options.temperature > 0 && std::isfinite(options.temperature), "temperature must be finite and above 0");
+  int known = 0;
+  for (int field = 0; field < cpu::kFields; ++field) {
+    known += options.reads(field);
+  }
+  XENT_CHECK(known == 1 + std::count(options.fields.begin(), options.fields.end(), ','),
+             "fields must be some of kl, reverse_kl, mixture, overlap, log_prob, with commas");
   XENT_CHECK(options.num_classes || !class_start, "class_start goes with num_classes");
   if (is_meta(logits) || is_meta(teacher_logits)) {
     return;
@@ -177,11 +183,11 @@ void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tens
              "logits and teacher_logits must have the same classes; num_classes is of padded ones");
 }
 
-void statistics(const char* name, const MaybeTensor& tensor, const Tensor& target) {
+void numbers_of_each_row(const char* name, const MaybeTensor& tensor, const Tensor& target, int number) {
   if (CHECKED && tensor) {
-    const Tensor expected = aten::four_times(target);
-    XENT_CHECK(is_float(*tensor) && has_shape(*tensor, expected, 0, expected.dim()), name,
-               " must be four numbers for each row");
+    const Tensor expected = aten::times(target, number);
+    XENT_CHECK(is_float(*tensor) && has_shape(*tensor, expected, 0, expected.dim()), name, " must be ", number,
+               " numbers for each row");
   }
 }
 

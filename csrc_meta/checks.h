@@ -41,9 +41,9 @@ void slice(int64_t class_start, MaybeInt num_classes, const MaybeTensor& weight,
            const MaybeTensor& lse_coefficient);
 
 // With a class_start, both are a slice of the classes.
-void distillation(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
-                  MaybeInt class_start, const DistillationOptions& options);
-void statistics(const char* name, const MaybeTensor& tensor, const Tensor& target);
+void divergences(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target,
+                 MaybeInt class_start, const DivergenceOptions& options);
+void numbers_of_each_row(const char* name, const MaybeTensor& tensor, const Tensor& target, int number);  // (number, ...)
 
 // Refuses two elements at one address.
 void writable(const char* name, const Tensor& tensor);

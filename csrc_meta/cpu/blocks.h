@@ -24,31 +24,37 @@ struct Gradient {
   bool live;            // else all are zeros, whatever the logits hold
 };
 
-// A row's lse in two parts: x - pivot - log_total loses no digits to a large pivot.
-template <class A>
-struct Lse {
-  A pivot, log_total;
-};
-
-// m = t: KL(s || t); m = s: KL(t || s).
-enum class Middle : std::int32_t { student, teacher, mixture };
-
-// With s_j = exp(x_j - lse), t_j = exp(y_j - teacher_lse), m = (1 - beta) s + beta t and p_j = exp(temperature x_j -
-// hard_lse): grad_j = factor dx_j/dz_j (D_j + hard_weight temperature (p_j - hot)), where D_j is s_j - t_j if m is s,
-// else (1 - beta) s_j (log s_j - log m_j - student_kl), without its first factor if m is t.
+// With s_j = exp(x_j - lse), t_j = exp(y_j - teacher_lse), m = (1 - beta) s + beta t, t'_j = exp(y_j - overlap_lse) and
+// p_j = exp(temperature x_j - hard_lse): grad_j = dx_j/dz_j times the sum of coefficients of s_j - t_j, s_j (log s_j -
+// log t_j - reverse_kl), (1 - beta) s_j (log s_j - log m_j - student_kl), s_j ([log s_j <= log t'_j] - lower_mass) and
+// temperature (hot - p_j). A coefficient of 0 takes its term out, whatever it is.
 template <class A>
 struct Divergence {
-  Lse<A> lse, teacher_lse, hard_lse;
-  Middle middle;
+  A lse, teacher_lse, hard_lse, overlap_lse;
+  A reverse_kl, student_kl, lower_mass;   // KL(s || t), KL(s || m), the sum of the s_j with log s_j <= log t'_j
+  A coefficients[kFields];                // one a Field
   A share, log_share, log_teacher_share;  // 1 - beta, log(1 - beta), log(beta)
-  A student_kl;                           // sum_j s_j (log s_j - log m_j)
-  A scale, softcap, factor;               // as in Gradient
-  A temperature, hard_weight, hot;
+  A scale, softcap, temperature, hot;     // scale, softcap: as in Gradient
+};
+
+// A block of both, x and y from `load`. A pivot is the maximum, or the lowest finite number.
+template <class A>
+struct PairBlock {
+  const A *x, *y;
+  std::int64_t n;
+  A pivot, teacher_pivot;
+  const char* next[2];   // the logits behind the block, to prefetch
+  std::int64_t size[2];  // bytes of a logit
+};
+
+// The sums of e_j = exp(x_j - pivot), f_j = exp(y_j - teacher_pivot), f_j (log f_j - log e_j), e_j (log e_j - log f_j).
+struct PairTotals {
+  double pivot, teacher_pivot, total = 0, teacher_total = 0, kl = 0, reverse_kl = 0;
 };
 
 struct DivergenceSums {
-  double student_kl = 0;  // sum_j s_j (log s_j - log m_j)
-  double teacher_kl = 0;  // sum_j t_j (log t_j - log m_j)
+  double student_kl = 0, teacher_kl = 0;  // KL(s || m), KL(t || m)
+  double overlap = 0, lower_mass = 0;     // sum_j min(s_j, t'_j)
 };
 
 constexpr int kMostLanes = 16;
@@ -98,8 +104,10 @@ struct Blocks {
   void (*gradient)(const Gradient<A>&, std::int64_t begin, const A* q, const void* from, void* to, std::int64_t n);
   // x_j *= factor, in place, for elements in their stored dtype.
   void (*scale)(void* x, std::int64_t n, A factor);
-  // The sums of a block. If `to` is not null, also writes the gradient.
-  DivergenceSums (*divergence)(const Divergence<A>&, const A* x, const A* y, void* to, std::int64_t n);
+  PairTotals (*pair_totals)(const PairBlock<A>&, bool kl, bool reverse_kl);
+  // Adds a block's part to the sums: of a mixture, of an overlap, or of both.
+  void (*divergences)(const Divergence<A>&, bool mixture, bool overlap, const PairBlock<A>&, DivergenceSums&);
+  void (*divergence_gradient)(const Divergence<A>&, const PairBlock<A>&, void* to);
   int lanes;
   // Distances are summed by q if `distances`; q null: all ones.
   void (*sums_of_group)(const Group<A>&, bool distances, const A* q, GroupSums<A>&);

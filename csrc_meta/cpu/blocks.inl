@@ -169,58 +169,6 @@ void scale_as(void* elements, std::int64_t n, A factor) {
   for_vectors<A>(n, [=](std::int64_t j, int left) ALWAYS_INLINE { store(x + j, load(x + j, left) * factor, left); });
 }
 
-// log(exp(a) + exp(b)); NaN where both are -inf.
-template <class V>
-inline V log_of_sum(V a, V b) {
-  return larger(a, b) + log_one_plus(exp(-absolute(a - b)));
-}
-
-template <class A>
-inline Vector<A> below(Vector<A> x, const Lse<A>& lse) {
-  return x - lse.pivot - lse.log_total;
-}
-
-template <class T, class A>
-DivergenceSums divergence_as(const Divergence<A>& arguments, const A* x, const A* y, void* grad, std::int64_t n) {
-  typedef Vector<A> V;
-  T* to = static_cast<T*>(grad);
-  const A infinity = A(__builtin_inf());
-  const A per_cap = arguments.softcap != 0 ? 1 / arguments.softcap : 0;
-  DivergenceSums sums;
-  sums.teacher_kl = add_parts<A>(n, [&, divergence = arguments](std::int64_t begin, std::int64_t end) ALWAYS_INLINE {
-    V student_kl = {}, teacher_kl = {};
-    for_vectors<A>(end - begin, [&](std::int64_t offset, int left) ALWAYS_INLINE {
-      const std::int64_t j = begin + offset;
-      const V z = read<V>(x + j, left);
-      const V log_s = below(z, divergence.lse), log_t = below(read<V>(y + j, left), divergence.teacher_lse);
-      const V s = exp(log_s), t = exp(log_t);
-      V log_m = divergence.middle == Middle::student ? log_s : log_t;
-      if (divergence.middle == Middle::mixture) {
-        log_m = log_of_sum(log_s + divergence.log_share, log_t + divergence.log_teacher_share);
-      }
-      V student = s == 0 ? V{} : s * (log_s - log_m), teacher = t == 0 ? V{} : t * (log_t - log_m);
-      student_kl += first_lanes(student, left, A(0));
-      teacher_kl += first_lanes(teacher, left, A(0));
-      if (to == nullptr) return;
-      V d = s - t;
-      if (divergence.middle != Middle::student) {
-        const V ratio = log_s - log_m;
-        d = s == 0 ? V{} : s * (ratio == infinity ? splat(infinity) : ratio - divergence.student_kl);  // not inf - inf
-        if (divergence.middle == Middle::mixture) d *= divergence.share;
-      }
-      if (divergence.hard_weight != 0) {
-        const V p = exp(below(z * divergence.temperature, divergence.hard_lse));
-        d += divergence.hard_weight * divergence.temperature * (p - divergence.hot);
-      }
-      if (divergence.softcap != 0) d *= 1 - (z * per_cap) * (z * per_cap);
-      store(to + j, d * divergence.scale * divergence.factor, left);
-    });
-    sums.student_kl += add_lanes(student_kl);
-    return teacher_kl;
-  });
-  return sums;
-}
-
 // One class of all rows of a group after the other, lanes apart: where rows lie side by side in memory, what is there.
 template <class T>
 struct Columns {
@@ -311,7 +259,9 @@ void gradient_of_group_as(const Group<A>& group, const GroupGradient<A>& g) {
   }
 }
 
+#include "divergences.inl"
+
 template <class T, class A>
-constexpr Blocks<A> kBlocks = {load_as<T, A>,  cap<A>,        exponentials<A>,     distance<A>, sum<A>,
-                               gradient_as<T, A>, scale_as<T, A>, divergence_as<T, A>, kLanes<A>,
-                               sums_of_group_as<T, A>, gradient_of_group_as<T, A>};
+constexpr Blocks<A> kBlocks = {load_as<T, A>,  cap<A>,         exponentials<A>, distance<A>, sum<A>, gradient_as<T, A>,
+                               scale_as<T, A>, pair_totals<A>, divergences<A>,  divergence_gradient_as<T, A>,
+                               kLanes<A>,      sums_of_group_as<T, A>,          gradient_of_group_as<T, A>};

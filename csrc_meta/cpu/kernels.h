@@ -128,28 +128,34 @@ double soft_forward(const Problem&, DType, Rows probabilities, bool check, Mutab
 // Uses only loss, lse and saved_lse of upstream.
 void soft_backward(const Problem&, DType, Rows probabilities, const Upstream&, MutableRows grad_logits, const Threads&);
 
-// The logits of a student and its teacher, for the same rows: xent_ops/kernels/reference_distillation.py.
-struct Distillation {
+// The divergences between a student and its teacher, in the order of values and of their upstream gradients.
+enum Field { kKl, kReverseKl, kMixture, kOverlap, kLogProb };
+constexpr int kFields = 5, kStatistics = 7;
+
+// The logits of both, for the same rows: xent_ops/kernels/reference_divergences.py.
+struct Divergences {
   Problem student;  // all columns; its options are for a temperature of one
   Problem teacher;
   Slice slice;
-  bool all_classes = true;  // else the join adds the cross entropy, and a mixture gives its lse's only
-  double beta = 0.0;
+  bool all_classes = true;  // else a slice: see the reference for what it returns without and with `joined`
+  double beta = 0.5;        // of the mixture
   double temperature = 1.0;
-  double hard_weight = 0.0;
+  bool reads[kFields] = {};  // the others are 0, and their upstream gradients are not read
 };
 
-// statistics, joined: (4, N). joined: the statistics of all classes, for a slice's part of a mixture's sums; or null.
-void distillation_forward(const Distillation&, Numbers joined, MutableNumbers loss, MutableNumbers statistics,
-                          const Threads&);
+// values: (kFields, N). statistics, joined: (kStatistics, N). joined: the statistics of all classes, for a slice's part
+// of mixture and overlap; or null. teacher_lse: (N,), of the teacher's probabilities in the overlap; null: its own.
+void divergences_forward(const Divergences&, Numbers teacher_lse, Numbers joined, MutableNumbers values,
+                         MutableNumbers statistics, const Threads&);
 
 // Columns behind the last class get zeros.
-void distillation_backward(const Distillation&, PerRow grad_loss, Numbers statistics, MutableRows grad_logits,
-                           const Threads&);
+void divergences_backward(const Divergences&, Numbers grad_values, Numbers statistics, MutableRows grad_logits,
+                          const Threads&);
 
-// The loss of all classes, and the gradient of grad_scale * loss.
-void distillation_with_grad(const Distillation&, PerRow grad_scale, MutableNumbers loss, MutableRows grad_logits,
-                            const Threads&);
+// The loss of all classes that is the one divergence of `reads`, plus hard_weight times the cross entropy if it reads
+// the log-probability, and the gradient of grad_scale * loss.
+void divergences_with_grad(const Divergences&, double hard_weight, PerRow grad_scale, MutableNumbers loss,
+                           MutableRows grad_logits, const Threads&);
 
 // For the next three: only dtype, rows, classes, target, weight and ignore_index of the problem. token_weight is (N,) or
 // null: every counted row counts 1.

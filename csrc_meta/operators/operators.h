@@ -16,12 +16,12 @@ using Add = std::function<void(const char* name, Kernel)>;
 void add_index(const Add&);
 void add_soft(const Add&);
 void add_shard(const Add&);
-void add_distillation(const Add&);
+void add_divergences(const Add&);
 // xent::cross_entropy. It calls other operators, so it serves any device.
 void add_composite(const Add&);
 
 inline void add_kernels(const Add& add) {
-  for (const auto file : {add_index, add_soft, add_shard, add_distillation}) {
+  for (const auto file : {add_index, add_soft, add_shard, add_divergences}) {
     file(add);
   }
 }

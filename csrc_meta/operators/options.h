@@ -1,4 +1,4 @@
-// Types of the operators' arguments, and the options of a distillation in the order of its schemas.
+// Types of the operators' arguments, and those of divergences in the order of their schemas.
 #pragma once
 
 #include "aten.h"
@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace xent {
 
@@ -14,18 +15,24 @@ using MaybeDtype = std::optional<ScalarType>;
 using MaybeInt = std::optional<int64_t>;
 using MaybeNumber = std::optional<double>;
 
-struct DistillationOptions {
+struct DivergenceOptions {
   int64_t ignore_index;
   MaybeInt num_classes;
-  double beta, temperature, hard_weight;
+  double beta, temperature;
   MaybeNumber softcap;
   double logit_scale;
   MaybeNumber teacher_softcap;
   double teacher_logit_scale;
+  std::string fields;  // names with commas
 
   // The activation that turns logits into x, at a temperature of one.
   RowOptions student() const { return {ignore_index, 0.0, softcap, logit_scale}; }
   RowOptions teacher() const { return {ignore_index, 0.0, teacher_softcap, teacher_logit_scale}; }
+
+  bool reads(int field) const {
+    static constexpr const char* NAMES[] = {",kl,", ",reverse_kl,", ",mixture,", ",overlap,", ",log_prob,"};
+    return ("," + fields + ",").find(NAMES[field]) != std::string::npos;
+  }
 };
 
 }  // namespace xent

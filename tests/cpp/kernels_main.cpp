@@ -112,8 +112,9 @@ struct Everything {
   Matrix probabilities{target_dtype, rows, classes, any_bits};
   int64_t teacher_classes = classes + below(4);
   Matrix teacher{dtype, rows, teacher_classes, any_bits};
-  Bytes statistics = elements(accumulator, 4 * rows, any_bits);
-  Distillation distillation;
+  Bytes statistics = elements(accumulator, kStatistics * rows, any_bits);
+  Bytes upstream = elements(accumulator, kFields * rows, any_bits);
+  Divergences divergences;
   std::vector<int64_t> target;
   Bytes weight = per_class(), grad = per_row(), saved = per_row();
   Problem problem;
@@ -141,13 +142,13 @@ struct Everything {
     if (one_of({0.0, 1.0}) > 0) problem.softcap = 5.0;
     problem.logit_scale = one_of({1.0, -0.5, 0.0});
     shard.num_classes = shard.class_start + one_of<int64_t>({0, 1, classes, classes + 9});
-    distillation.student = distillation.teacher = problem;
-    distillation.teacher.classes = teacher_classes;
-    distillation.teacher.logits = teacher.read();
-    distillation.slice = {0, std::max<int64_t>(classes - below(3), 1)};
-    distillation.beta = one_of({0.0, 0.4, 1.0});
-    distillation.temperature = one_of({1.0, 2.0});
-    distillation.hard_weight = one_of({0.0, 0.5});
+    divergences.student = divergences.teacher = problem;
+    divergences.teacher.classes = teacher_classes;
+    divergences.teacher.logits = teacher.read();
+    divergences.slice = {0, std::max<int64_t>(classes - below(3), 1)};
+    divergences.beta = 0.4;
+    divergences.temperature = one_of({1.0, 2.0});
+    for (bool& reads : divergences.reads) reads = below(2);
     gathered = elements(accumulator, ranks * shard_width(problem), below(2) != 0);
   }
 
@@ -222,20 +223,23 @@ struct Everything {
                  to.write(), threads);
       });
     }
-    const auto distil = [&](Distillation how) {
-      distillation_forward(how, nullptr, values(rows), values(4 * rows), threads);
-      gradient([&](Matrix& to) { distillation_backward(how, each, statistics.data(), to.write(), threads); });
+    const auto pair = [&](Divergences how, Numbers teacher_lse, Numbers joined) {
+      divergences_forward(how, teacher_lse, joined, values(kFields * rows), values(kStatistics * rows), threads);
+      gradient([&](Matrix& to) {
+        divergences_backward(how, upstream.data(), statistics.data(), to.write(), threads);
+      });
       over.bytes = logits.bytes;
       how.student.logits = over.read();
-      distillation_with_grad(how, same, values(rows), over.write(), threads);
+      divergences_with_grad(how, 0.5, same, values(rows), over.write(), threads);
       add(dtype, over.bytes);
     };
-    distil(distillation);
-    Distillation of_slice = distillation;
+    pair(divergences, nullptr, nullptr);
+    pair(divergences, saved.data(), nullptr);
+    Divergences of_slice = divergences;
     of_slice.all_classes = false;
-    of_slice.slice = {2, 2 + distillation.slice.num_classes};
-    distil(of_slice);
-    distillation_forward(of_slice, statistics.data(), values(rows), values(4 * rows), threads);
+    of_slice.slice = {2, 2 + divergences.slice.num_classes};
+    pair(of_slice, nullptr, nullptr);
+    pair(of_slice, nullptr, statistics.data());
     return out;
   }
 };

@@ -314,8 +314,12 @@ def test_the_same_bits_for_any_number_of_threads(dtype, rows, classes):
         at_once = cpu.kernel("cross_entropy_with_grad")(logits, target, loss, lse, weight, True, True, **options)
         part = cpu.kernel("cross_entropy_shard")(logits, target, 0, classes, weight, **options)
         reduced = cpu.kernel("cross_entropy_reduced")(logits, target, weight, lse_square_scale=0.1, **options)
-        teacher = {"beta": 0.3, "hard_weight": 0.5, "temperature": 2.0}
-        distilled = cpu.kernel("distillation_with_grad")(logits, logits.abs(), target, loss, **teacher)
+        pair, options_of_pair = (logits, logits.abs(), target), {"beta": 0.3, "temperature": 2.0}
+        fields = {"fields": "kl,reverse_kl,mixture,overlap,log_prob"}
+        values, statistics = cpu.kernel("divergences_forward")(*pair, **options_of_pair, **fields)
+        both = cpu.kernel("divergences_backward")(values, *pair, statistics, **options_of_pair, **fields)
+        options_of_pair |= {"fields": "mixture,log_prob", "hard_weight": 0.5}
+        distilled = values, both, *cpu.kernel("divergences_with_grad")(*pair, loss, **options_of_pair)
         return loss, lse, entropy, argmax, grad, *soft, soft_grad, *at_once, part, *reduced, *distilled
 
     threads = torch.get_num_threads()

@@ -147,8 +147,8 @@ calls = {
     "with grad": lambda x: ops.cross_entropy_with_grad(x, target, rows[0]),
     "soft": lambda x: ops.soft_cross_entropy_forward(x, torch.ones(3, 5)),
     "shard": lambda x: ops.cross_entropy_shard(x, target, 0, 10),
-    "distillation": lambda x: ops.distillation_forward(x, torch.ones(3, 5), target),
-    "teacher": lambda x: ops.distillation_forward(torch.ones(3, 5), x, target),
+    "divergences": lambda x: ops.divergences_forward(x, torch.ones(3, 5), target),
+    "teacher": lambda x: ops.divergences_forward(torch.ones(3, 5), x, target),
 }
 for name, call in calls.items():
     for x in (leaf, leaf * 2):

@@ -28,8 +28,8 @@ ON_META = ("freed or was never allocated", "device", "aten::cat failed")
 def combinations():
     """(operator, arguments, options): targets out of range, and arguments that do not go together."""
     x, y, t, w = torch.randn(4, 9), torch.randn(4, 9), torch.arange(4), torch.ones(9)
-    rows, four, none = torch.ones(4), torch.ones(4, 4), (None,) * 5
-    forward, backward, distillation = "cross_entropy_forward", "cross_entropy_backward", "distillation_forward"
+    rows, none, five, seven = torch.ones(4), (None,) * 5, torch.ones(5, 4), torch.ones(7, 4)
+    forward, backward, divergences = "cross_entropy_forward", "cross_entropy_backward", "divergences_forward"
     yield forward, (x, t + 6), {}
     yield forward, (x, t.to(torch.int32) - 1), {"ignore_index": 7}
     yield "cross_entropy_reduced", (x, t + 6), {}
@@ -37,8 +37,9 @@ def combinations():
     yield "cross_entropy_shard_reduced", (x, t, torch.ones(2, 17), 0, 9), {"reduction": "none"}
     yield "cross_entropy_with_grad", (x, t + 6, rows[0]), {}
     yield "cross_entropy_shard", (x, t + 20, 0, 9), {}
-    yield distillation, (x, y, t + 6), {"hard_weight": 0.5}
-    yield "distillation_with_grad", (x, y, t - 1, rows), {"hard_weight": 1.0}
+    yield divergences, (x, y, t + 6), {"fields": "log_prob"}
+    yield "divergences_with_grad", (x, y, t - 1, rows), {"fields": "kl,log_prob", "hard_weight": 1.0}
+    yield "divergences_backward", (five, x, y, t - 1, seven), {"fields": "overlap,log_prob"}
     yield forward, (x, t.view(2, 2)), {}
     yield backward, (rows, None, x, t, rows, w, rows.view(2, 2)), {}
     yield "soft_cross_entropy_forward", (x, t), {}
@@ -51,19 +52,26 @@ def combinations():
     yield backward, (rows, None, x, t, rows, *none, 9, 9), {}
     yield "cross_entropy_shard", (x, t, 9, 9), {}
     yield "cross_entropy_shard", (x, t, 2**63 - 1, 9), {}
-    yield distillation, (x, y[:, :8], t), {}
-    yield distillation, (x, y[:, :8], t), {"num_classes": 9}
-    yield distillation, (x, y[:, :8], t, None, 0), {"num_classes": 18}
-    yield distillation, (x, y, t, None, 0), {}
-    yield distillation, (x, y, t, None, 20), {"num_classes": 18}
-    yield distillation, (x, y, t, four, 0), {"num_classes": 18}
+    yield divergences, (x, y[:, :8], t), {}
+    yield divergences, (x, y[:, :8], t), {"num_classes": 9}
+    yield divergences, (x, y[:, :8], t, None, None, 0), {"num_classes": 18}
+    yield divergences, (x, y, t, None, None, 0), {}
+    yield divergences, (x, y, t, None, None, 20), {"num_classes": 18}
+    yield divergences, (x, y, t, None, seven, 0), {"num_classes": 18}
+    for wrong in (five, seven.T, torch.ones(7)):
+        yield divergences, (x, y, t, None, wrong, 0), {"num_classes": 18, "fields": "overlap"}
+        yield "divergences_backward", (five, x, y, t, wrong), {}
+    yield divergences, (x, y, t, torch.ones(3)), {}
+    yield "divergences_backward", (seven, x, y, t, seven), {}
+    for fields in ("", "jsd", "kl,", "kl,kl", "overlap, kl"):
+        yield divergences, (x, y, t), {"fields": fields}
     for wrong in ({"softcap": 0.0}, {"teacher_softcap": -1.0}, {"logit_scale": 0.0}, {"teacher_logit_scale": math.inf}):
-        yield distillation, (x, y, t), {"temperature": 2.0, **wrong}
+        yield divergences, (x, y, t), {"temperature": 2.0, **wrong}
     for shared in (torch.zeros(40).unfold(0, 9, 5)[:4], x[:1].expand(4, 9)):
         yield f"{backward}_", (rows, None, shared, t, rows), {}
         yield f"{backward}_", (rows, None, shared, t, rows, *none, 0, 9), {}
         yield "cross_entropy_with_grad_", (shared, t, rows[0]), {}
-        yield "distillation_with_grad_", (shared, y, t, rows), {}
+        yield "divergences_with_grad_", (shared, y, t, rows), {}
         yield "scale_grad_", (shared, rows[0]), {}
 
 

@@ -314,5 +314,5 @@ for _name, (_schema, _overwrites) in DECLARED.items():
 
 # Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are written in Python, and several
 # classes per row. A package for a process without Python takes heads from ``xent_ops.decompositions``.
-_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k_", "attach_", "divergences_")
+_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k_", "attach_")
 PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(_PREFIXES))
