@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from helpers.processes import run_python
 
 import xent_ops
-from tools.bench import heads, losses, model, tokens
+from tools.bench import divergences, heads, losses, model, tokens
 from tools.bench.__main__ import main
 from xent_ops.bench import check, contestants, timing
 from xent_ops.bench.arguments import Shape
@@ -114,6 +115,21 @@ def test_cost_of_batch_invariant(tmp_path):
     assert statuses(results) == {"ok"}
     for name in names:
         assert results[f"{name} batch_invariant"]["ms"] > results[name]["ms"]
+
+
+@pytest.mark.parametrize("draft", [(), ("--draft", "40")])
+@pytest.mark.parametrize("loss", divergences.LOSSES)
+def test_losses_of_draft_models(tmp_path, loss, draft):
+    """Of two heads, of given logits and by the formulas of others the same numbers."""
+    sizes = ("--shapes", "34x64", "--hidden", "16", "--teacher", "24")
+    assert statuses(bench(tmp_path, "divergences", loss, *sizes, *draft, "--only", "xent eager")) == {"ok"}
+    problem = divergences.Divergences(loss, 24, 40 if draft else None, Shape(34, 64), 16, SETTING)
+    fn = divergences.LOSSES[loss]
+    for name in ("fused", "of_logits", "in_torch"):
+        by = partial(getattr(divergences, name), fn)
+        assert right(problem, Contestant(name, "ours", lambda by=by: by))
+    wrong = partial(divergences.in_torch, lambda d: 1.001 * fn(d))
+    assert not right(problem, Contestant("another", "ours", lambda: wrong))
 
 
 @pytest.mark.slow

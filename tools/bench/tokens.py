@@ -218,7 +218,7 @@ FOUR_PRODUCTS = "four products"  # three of the student, one of the teacher
 
 
 def four_products(
-    hidden: Tensor, matrix: Tensor, target: Tensor, teacher: Tensor, teacher_matrix: Tensor
+    hidden: Tensor, matrix: Tensor, target: Tensor, teacher: Tensor, teacher_matrix: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
     torch.mm(teacher, teacher_matrix.t())
     return products(hidden, matrix)
@@ -277,9 +277,11 @@ class Distillation(Head):
     def __init__(self, teacher: int, beta: float, shape: Shape, hidden: int, setting: Setting) -> None:
         super().__init__(shape, hidden, setting)
         self.beta = beta
-        self.teacher = self.random(shape.rows, teacher)
-        self.teacher_matrix = self.random(shape.classes, teacher, std=1 / math.sqrt(teacher))
+        self.teacher, self.teacher_matrix = self.teacher_head(shape.classes, teacher)
         self.others = (self.target, self.teacher, self.teacher_matrix)
+
+    def teacher_head(self, classes: int, hidden: int) -> tuple[Tensor, Tensor]:
+        return self.random(self.shape.rows, hidden), self.random(classes, hidden, std=1 / math.sqrt(hidden))
 
     def expected_rows(self, logits: Tensor, part: slice, options: Options) -> tuple[Tensor, Tensor]:
         teacher_logits = self.teacher[part].double() @ self.teacher_matrix.double().T
