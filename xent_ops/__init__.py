@@ -17,9 +17,10 @@ from .functional import check_targets, cross_entropy, cross_entropy_outputs, tok
 from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
-from .outputs import CrossEntropyOutputs, TokenDivergences, TokenLogProbs
+from .outputs import CrossEntropyOutputs, TokenDivergences, TokenLogProbs, TopK
 from .token_loss import linear_token_loss, token_loss
-from .top_k import linear_top_k_distillation_loss, top_k_distillation_loss
+from .top_k import linear_top_k, top_k
+from .top_k_distillation import linear_top_k_distillation_loss, top_k_distillation_loss
 from .use import remove_xent, use_xent
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "Reduction",
     "TokenDivergences",
     "TokenLogProbs",
+    "TopK",
     "__version__",
     "check_targets",
     "cross_entropy",
@@ -48,10 +50,12 @@ __all__ = [
     "linear_distillation_token_loss",
     "linear_token_log_probs",
     "linear_token_loss",
+    "linear_top_k",
     "linear_top_k_distillation_loss",
     "remove_xent",
     "token_log_probs",
     "token_loss",
+    "top_k",
     "top_k_distillation_loss",
     "use_xent",
 ]

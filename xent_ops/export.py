@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from .head import chunk, cross_entropy, divergence_chunk, divergences, exported, ids, shard
+from .head import chunk, cross_entropy, divergence_chunk, divergences, exported, ids, shard, top_k
+from .kernels import reference_top_k
 from .ops.library import OPERATORS, Operator
 
 # They replace kernels that write to memory or read values. The other operators have a reference in plain torch.
@@ -21,11 +22,13 @@ _LOOPS: dict[str, Callable[..., Any]] = {
     "linear_divergences_with_grad": divergences.with_grad,
     "linear_token_logits": ids.statistics,
     "linear_token_logits_backward": ids.gradients,
+    "linear_top_k": top_k.statistics,
     "linear_cross_entropy_shard": shard.statistics,
 }
 _FORMS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(loop, backend=exported.EXPORTED) for name, loop in _LOOPS.items()},
     "token_logits": functools.partial(ids.statistics_of_rows, writer=exported.Functional()),
+    "top_k": functools.partial(reference_top_k.top_k, largest=reference_top_k.topk),
     "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
     "linear_scale_grad": exported.scaled,
     "linear_cross_entropy_chunk": functools.partial(

@@ -80,6 +80,26 @@ class TokenDivergences(NamedTuple):
     covers_top: Tensor
 
 
+class TopK(NamedTuple):
+    """The result of ``top_k``, of targets (...). All fields but ids and target_ranks are differentiable.
+
+    Attributes:
+        log_probs: (..., k), of the k most probable classes, the largest logit first; 0 in ignored rows.
+        ids: (..., k), int64: these classes; ignore_index in ignored rows, so that they are ignored as targets (..., K).
+        lse, entropy: (...), of all classes; infinite and 0 in ignored rows.
+        target_log_probs: (...), 0 in ignored rows. None without a target.
+        target_ranks: (...), int64, the number of classes before the target: 0 for the largest, -1 in ignored rows.
+            ``ids[rank]`` is the target where the rank is below k. None without a target.
+    """
+
+    log_probs: Tensor
+    ids: Tensor
+    lse: Tensor
+    entropy: Tensor
+    target_log_probs: Tensor | None
+    target_ranks: Tensor | None
+
+
 def outputs_of_rows(
     rows: Sequence[Tensor],
     target: Tensor,
@@ -115,3 +135,13 @@ def log_probs_of_rows(
     """``loss_or_at_ids``: losses, or with several classes per row (ids) x of each."""
     log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, options.ignore_index)
     return TokenLogProbs(log_probs, entropy, lse)
+
+
+def top_k_of_rows(values: Sequence[Tensor], target: Tensor | None, k: int, ignore_index: int) -> TopK:
+    """From x of the ids, the ids, lse, entropy and rank. The target is the last of the ids."""
+    at_ids, ids, lse, entropy, rank = values
+    if target is None:
+        return TopK(at_ids - lse.unsqueeze(-1), ids, lse, entropy, None, None)
+    log_probs, counted = log_probs_of_ids(at_ids, lse, ids, ignore_index), is_counted(target, ignore_index)
+    lse = torch.where(counted, lse, float("inf"))
+    return TopK(log_probs[..., :k], ids[..., :k], lse, entropy, log_probs[..., k], rank)

@@ -1,227 +1,113 @@
-"""Losses that learn the probabilities of a few classes per row, a teacher's top k, from logits or from hidden states.
-
-kernels/reference_top_k.py has the formula.
-"""
+"""The k most probable classes of each row and the rank of its target, from logits or from hidden states by chunks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .head.float16 import Split
-from .head.loop import RowGradients, RowRange
-from .head.shard import RowStatistics
-from .kernels.options import LossOptions, Reduction
-from .kernels.reference import accumulator, is_counted
-from .kernels.reference_top_k import most
-from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
-from .ops import arguments, checks, scalars, transforms
+from .head.top_k import choose
+from .linear_call import bind
+from .ops import arguments, checks, transforms
+from .ops.arguments import classes_last
+from .ops.distillation_arguments import target_of
 from .ops.dtensors import refuse_dtensors
 from .ops.library import differentiable
-from .ops.linear import checks as linear_checks
-from .ops.token_logits import target_and_ids
-from .token_function import loss_of_head
-from .user_function import TokenRows, Values
-
-_ops = torch.ops.xent
-
-
-class TopK(TokenRows):
-    """The loss of each row, from x of its ids and an lse. Its rows are the probabilities, and weights of tokens."""
-
-    def __init__(
-        self,
-        target: Tensor,
-        ids: Tensor,
-        probs: Tensor,
-        tail: bool,
-        token_weight: Tensor | None,
-        loss: LossOptions,
-        dtype: torch.dtype,
-    ) -> None:
-        self.mask_ids, ignore_index = tail, loss.row_options.ignore_index
-        self.options = {"ignore_index": ignore_index, "lse_square_scale": loss.lse_square_scale}
-        rows = [row.detach() for row in (probs, token_weight) if row is not None]
-        super().__init__(rows, target, ignore_index, dtype, ids)
-
-    def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[..., RowGradients]:
-        rows, divisor = self._rows(parts, self.number // parts)[:-1], split.divisors[0]
-
-        def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
-            row_values = [part.of(row) for row in rows]
-            loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
-            values.append((loss, part.target))
-            return RowGradients(grad_lse, grad_lse / divisor, grad_ids=grad_ids / divisor)
-
-        return upstream
-
-    def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
-        *rows, ids = self._rows(self.number)
-        return self._losses(loss_or_at_ids.reshape(ids.shape), lse.reshape(-1), ids, *rows)[0]
-
-    def _losses(self, at_ids: Any, lse: Tensor, ids: Any, probs: Tensor, token_weight: Tensor | None = None) -> Any:
-        """(losses, their derivatives by at_ids, and by lse) of n rows."""
-        args = (at_ids, lse, ids, probs, token_weight, self.mask_ids)
-        return differentiable("top_k_distillation", *args, **self.options)
-
-
-def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any) -> None:
-    """Refuse what is wrong with the teacher's part of a call, beside any head."""
-    for name, value in (("input", input), ("ids", ids), ("probs", probs)):
-        arguments.required(name, value)
-    arguments.boolean("tail", tail)
-    checks.dtype("ids", ids, checks.INDICES)
-    checks.dtype("probs", probs, checks.FLOATS)
-    if ids.dim() != input.dim():
-        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected {input.dim()} dimensions, (..., K): K ids a row")
-    if not transforms.is_jit_traced():
-        checks.same_shape("probs", probs.shape, ids.shape, "a probability for each of the ids")
-    checks.same_device("probs", probs, ids, "ids are")
-    if probs.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("probs requires grad, and the loss has no derivative for it: detach it")
-    if probs.device.type != "cpu" or transforms.is_traced() or probs.numel() == 0:  # the rest reads values
-        return
-    values = torch.where(is_counted(ids, scalars.integer("ignore_index", ignore_index)), probs, 0.0)
-    checks.refuse_log_probabilities("probs", values)
-    limit, largest = most(probs), float(values.to(torch.float64).sum(-1).max())
-    if tail and largest > limit:
-        raise ValueError(
-            f"probs of a row add up to {largest}; expected at most {limit}: with tail=True the other classes have what "
-            "they leave of one"
-        )
-
-
-def bind_loss(call: LinearCall, probs: Tensor, tail: bool) -> tuple[LinearCall, TopK]:
-    """The call as a sum of a function of rows, which applies the z-loss and the token weights."""
-    assert call.ids is not None
-    function = TopK(call.target, call.ids, probs, tail, call.token_weight, call.loss, accumulator(call.input))
-    call = call.as_sum()
-    return call._replace(loss=call.loss._replace(lse_square_scale=0.0), token_weight=None), function
+from .outputs import TopK, top_k_of_rows
 
 
 @arguments.named
-def linear_top_k_distillation_loss(
+def top_k(
     input: Tensor,
-    linear_weight: Tensor,
-    ids: Tensor,
-    probs: Tensor,
+    k: int,
+    target: Tensor | None = None,
     *,
-    tail: bool = False,
-    linear_bias: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    divisor: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> TopK:
+    """``linear_top_k`` of given logits (..., V), the classes last.
+
+    Args:
+        input: logits, as for ``token_log_probs``.
+        k, target: as for ``linear_top_k``.
+        others: as for ``token_log_probs``.
+
+    Examples:
+        >>> top = xent_ops.top_k(torch.tensor([[0.0, 2.0, 1.0]]), 2, torch.tensor([0]))
+        >>> top.ids.tolist(), top.target_ranks.tolist()
+        ([[1, 2]], [2])
+    """
+    name = "xent_ops.top_k"
+    transforms.refuse(name)
+    refuse_dtensors(name, *(tensor for tensor in (input, target) if tensor is not None))
+    arguments.required("input", input)
+    rows, ignore_index = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
+    arguments.tensors(input, rows)
+    options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).row_options
+    k = arguments.integer("k", k)
+    arguments.boolean("batch_invariant", batch_invariant)
+    logits = classes_last(input, -1)
+    checks.top_k(k, logits.shape[-1])
+    ids, rank = choose(logits.detach(), k, target, options)
+    flags = {"with_entropy": True, "batch_invariant": batch_invariant}
+    at_ids, lse, entropy = differentiable("token_logits", logits, ids, **flags, **options.keywords())
+    return top_k_of_rows((at_ids, ids, lse, entropy, rank), target, k, options.ignore_index)
+
+
+@arguments.named
+def linear_top_k(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    target: Tensor | None = None,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
-) -> Tensor:
-    """Cross entropy with a teacher's probabilities of K classes per row, from hidden states, without all logits.
+) -> TopK:
+    """The k most probable classes of every token from hidden states, and the rank of its target, in one product.
 
-    The loss of a row is -sum_k p_k log q_k, where q is the softmax of the student. The forward computes the gradients
-    of a mean or a sum in three products, and the backward multiplies them by the upstream gradient, in place.
+    Classes have a total order, that of ``logits.sort(descending=True, stable=True)``: larger logits first (smaller ones
+    with a logit_scale below 0), equal ones by the smaller class, NaN before all numbers. So a row has the same ids
+    alone, compiled, in any batch and over any split of the classes, if its logits have the same bits
+    (``batch_invariant``). In bfloat16 a third of all rows have equal logits at the k-th place;
+    ``logits_dtype=torch.float32`` tells most apart. Log-probabilities, lse and entropy are those of
+    ``linear_token_log_probs``, and differentiable: the backward takes three more products.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
-        ids: (..., K), class indices, int64, int32 or uint8: K classes of each row. Places equal to ignore_index are
-            skipped, equal classes add up, and a row is ignored if all of its places are.
-        probs: (..., K), floating point, the probabilities p of these classes. They are a constant.
-        tail: all other classes form one more class. Its probability is 1 - sum_k p_k. Its log-probability is accurate,
-            however small or large it is. Probabilities that add up to more than one, by more than 0.001 and more than
-            the rounding of their dtype (.0078 for bfloat16), are a ValueError on a CPU; on a GPU and in compiled code
-            the loss is NaN. Where the ids name every class that is not masked by -inf, the tail adds nothing. Without a
-            tail, the loss of probabilities that add up to less than one is not least at q = p.
-        reduction: "mean" divides by the number of counted rows, or by the sum of their token_weight; "sum"; or "none",
-            one number per row, which takes four products.
-        ignore_index, lse_square_scale, softcap, logit_scale, token_weight: as for ``cross_entropy``.
-        divisor, accumulate_dtype, chunk_rows, logits_dtype, batch_invariant: as for ``linear_cross_entropy``.
-        skip_ignored: as for ``linear_cross_entropy``. Code compiled for a CPU computes all rows.
+        k: the number of classes, from 1 to V. 1 gives the argmax.
+        target: (...), class indices. Each gets its log-probability, and its rank among all classes.
+        ignore_index, softcap, logit_scale: as for ``token_log_probs``. The softcap does not change the order.
+        accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, batch_invariant: as for ``linear_cross_entropy``.
 
     Returns:
-        The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. It has no second
-        derivatives, no torch.func, no forward-mode AD, no DTensors. In float16 it takes four products.
-
-    Errors are those of ``cross_entropy``, and RuntimeError for probabilities that require grad. Log-probabilities are a
-    ValueError on a CPU; on a GPU and in compiled code they give NaN.
+        ``TopK``. Its ids and the exponentials of its log-probabilities are what ``linear_top_k_distillation_loss``
+        takes. Errors are those of ``linear_token_log_probs``, and ValueError for a k below 1 or above V.
 
     Examples:
-        >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(1000, 16)
-        >>> probs, ids = torch.randn(6, 1000).softmax(-1).topk(8)
-        >>> xent_ops.linear_top_k_distillation_loss(hidden, weight, ids, probs, tail=True).backward()
+        >>> hidden, weight = torch.randn(4, 16), torch.randn(1000, 16)
+        >>> top = xent_ops.linear_top_k(hidden, weight, 8)
+        >>> student, probs = torch.randn(4, 16, requires_grad=True), top.log_probs.exp()
+        >>> xent_ops.linear_top_k_distillation_loss(student, weight, top.ids, probs, tail=True).backward()
     """
-    name = "xent_ops.linear_top_k_distillation_loss"
+    name = "xent_ops.linear_top_k"
     transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, ids, probs)
-    check_teacher(input, ids, probs, tail, ignore_index)
-    raw_options = (ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction)
+    refuse_dtensors(name, *(tensor for tensor in (input, linear_weight, target) if tensor is not None))
+    arguments.required("input", input)
+    rows, ignore_index = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
+    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
-    head_args = (input, linear_weight, ids, linear_bias, None)
-    call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True).in_autocast_dtype()
-    refuse_call(call)
-    call, function = bind_loss(call, probs, tail)
-    if call.loss.reduction != "none":
-        return loss_of_head(call, function)
-    return function.all_values(*statistics(call, False, function.mask_ids), call.target).view(call.target.shape)
-
-
-@arguments.named
-def top_k_distillation_loss(
-    input: Tensor,
-    ids: Tensor,
-    probs: Tensor,
-    *,
-    tail: bool = False,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    lse_square_scale: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    divisor: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-) -> Tensor:
-    """``linear_top_k_distillation_loss`` from logits: one pass over them forward, one backward.
-
-    Args:
-        input: logits of the student, (..., V), the classes last; float32, bfloat16, float16 or float64.
-        ids, probs: (..., K), as for ``linear_top_k_distillation_loss``.
-        tail: as there. It copies the logits, forward and backward.
-        others: as for ``linear_top_k_distillation_loss``.
-
-    Returns:
-        The loss, and errors, as for ``linear_top_k_distillation_loss``.
-
-    Examples:
-        >>> logits = torch.randn(4, 10, requires_grad=True)
-        >>> probs, ids = torch.randn(4, 10).softmax(-1).topk(3)
-        >>> xent_ops.top_k_distillation_loss(logits, ids, probs, tail=True).backward()
-    """
-    name = "xent_ops.top_k_distillation_loss"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, ids, probs)
-    check_teacher(input, ids, probs, tail, ignore_index)
-    arguments.tensors(input, ids)
-    loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction, input.dtype)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
-    arguments.optional("token_weight", token_weight)
-    options, dtype = loss.row_options, accumulator(input)
-    target, _ = target_and_ids(ids, input.dim() - 1, options.ignore_index)
-    checks.token_weight(token_weight, target)
-    function = TopK(target, ids, probs, tail, token_weight, loss, dtype)
-    at_ids, lse, entropy = _ops.token_logits(
-        arguments.classes_last(input, -1), ids, mask_ids=tail, **options.keywords()
-    )
-    values = function.all_values(at_ids, lse, entropy, target)
-    if reduction == "none":
-        return values.view(target.shape)
-    if reduction == "mean":
-        divisor = rows_counted(target, token_weight, options.ignore_index, dtype)
-    return function.sum(values, target, divisor)
+    k = arguments.integer("k", k)
+    call = bind(input, linear_weight, rows, linear_bias, None, raw_options, raw_chunking).in_autocast_dtype()
+    head, options = call.head, call.loss.row_options
+    keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
+    values = differentiable("linear_top_k", call.input, head.weight, k, target, head.bias, **keywords)
+    return top_k_of_rows(values, target, k, options.ignore_index)

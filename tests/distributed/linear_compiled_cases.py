@@ -21,6 +21,7 @@ from xent_ops.distributed import (
     vocab_parallel_linear_distillation_loss,
     vocab_parallel_linear_token_log_probs,
     vocab_parallel_linear_token_loss,
+    vocab_parallel_linear_top_k,
     vocab_parallel_linear_top_k_distillation_loss,
 )
 from xent_ops.inductor.lowerings import save
@@ -100,6 +101,7 @@ def empty_shards(device):
         lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, reduction="none", **shard).sum(),
         lambda h, w, _: vocab_parallel_linear_top_k_distillation_loss(h, w, ids, probs, tail=True, **shard),
         lambda h, w, t: vocab_parallel_linear_token_log_probs(h, w, t, **shard).log_probs.sum(),
+        lambda h, w, _: vocab_parallel_linear_token_log_probs(h, w, ids, **shard).log_probs.sum(),
         lambda h, w, t: vocab_parallel_linear_token_loss(h, w, t, lambda stats: stats.lse.square(), **shard),
         lambda h, w, _: vocab_parallel_linear_distillation_loss(h, w, h.detach(), -w.detach(), **shard),
     ):
@@ -113,6 +115,10 @@ def empty_shards(device):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
         loss = compiled(rows[0], head, rows[1])
         torch.testing.assert_close(torch.autograd.grad(loss, (rows[0], head)), wanted)
+    torch.compiler.reset()
+    compiled = torch.compile(vocab_parallel_linear_top_k, fullgraph=True, backend="aot_eager", dynamic=True)
+    found, wanted = (f(x, head, 5, target, **shard) for f in (compiled, vocab_parallel_linear_top_k))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def called(code):

@@ -9,6 +9,7 @@ from vocab_parallel_cases import V, same_bits_everywhere, shard_of, split
 
 import xent_ops
 from xent_ops.distributed import (
+    vocab_parallel_linear_token_log_probs,
     vocab_parallel_linear_token_loss,
     vocab_parallel_linear_top_k_distillation_loss,
 )
@@ -65,15 +66,28 @@ def of_a_function(ranks, x, w, ids, probs, **how):
     return function(x, w, ids, fn, rows=(probs,), chunk_rows=5, **how)
 
 
+def log_probabilities(ranks, x, w, ids, probs, **how):
+    function = vocab_parallel_linear_token_log_probs if ranks else xent_ops.linear_token_log_probs
+    stats = function(x, w, ids, softcap=20.0, logit_scale=0.8, chunk_rows=4, **how)
+    return (stats.log_probs * probs).square().sum() - 0.1 * stats.entropy.sum() + 0.01 * stats.lse.sum()
+
+
+def one_statistic(ranks, x, w, ids, probs, **how):
+    function = vocab_parallel_linear_token_log_probs if ranks else xent_ops.linear_token_log_probs
+    return function(x, w, ids, **how).entropy.sum()
+
+
 def values(device, kind):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for function in (probabilities, plain, of_a_function):
+        for function in (probabilities, plain, of_a_function, log_probabilities):
             one(device, kind, dtype, function)
     one(device, kind, torch.float64, confident)
+    one(device, kind, torch.float64, one_statistic)
     world = dist.get_world_size()
     for shape, dim in (((3, 2 * world), 1), ((2 * world, 3), 0)):
         one(device, kind, torch.float32, of_a_function, sequence_dim=dim, shape=shape)
         one(device, kind, torch.float32, probabilities, sequence_dim=dim, shape=shape)
+        one(device, kind, torch.float32, log_probabilities, sequence_dim=dim, shape=shape)
 
 
 def without_gradients_and_errors(device):

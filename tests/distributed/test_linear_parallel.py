@@ -13,6 +13,7 @@ import linear_log_prob_cases as log_probs
 import linear_parallel_cases as cases
 import linear_precision_cases as precision
 import linear_token_loss_cases as token_loss
+import linear_top_k_cases as top_k
 import pytest
 import torch
 from worlds import KINDS, each, every_kind_and_dtype
@@ -54,7 +55,14 @@ def test_behaviour(pool, device, world, case):
 # Who joins more than two ranks' statistics is the same for all losses: test_values has three in each run.
 @pytest.mark.parametrize("world", FEW)
 @pytest.mark.parametrize("kind", KINDS)
-@each(log_probs.values, token_loss.values, distillation.values, distillation_token.values, few_classes.values)
+@each(
+    log_probs.values,
+    token_loss.values,
+    distillation.values,
+    distillation_token.values,
+    few_classes.values,
+    top_k.values,
+)
 def test_values_of_other_losses(pool, device, world, kind, case):
     pool(world, device).run(case, kind)
 
@@ -71,6 +79,8 @@ def test_values_of_other_losses(pool, device, world, kind, case):
     distillation.errors,
     distillation_token.behaviour,
     few_classes.without_gradients_and_errors,
+    top_k.sequence_parallel,
+    top_k.behaviour,
     precision.float32_logits,
     precision.eight_bits,
 )

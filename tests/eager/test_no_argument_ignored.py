@@ -98,6 +98,7 @@ ROWS = each_reduction({"logits_shard": randn(N, V), "target": TARGET, "num_class
 PLACED = ("input", "linear_weight", "linear_bias", "target")  # DTensors where any is
 LINEAR_LOSS = each_reduction(LINEAR)
 TOP_K = {**each_reduction({**HEAD, **FEW}), "tail": {**HEAD, **FEW, "tail": True}}
+LARGEST = {"": {**HEAD, "k": 2}, "target": {**LINEAR, "k": 2}}
 LOG_PROBS = {"one class": LINEAR, "several classes": {**LINEAR, "target": IDS}}
 TOKENS = {label: {**base, "fn": of_tokens} for label, base in LOG_PROBS.items()}
 TOKENS["sum"] = {**TOKENS["one class"], "reduction": "sum"}
@@ -132,12 +133,14 @@ CALLS = {  # of each function, its bases
     "cross_entropy": {**LOSS, "DTensors": IMAGE},
     "cross_entropy_outputs": each_reduction(IMAGE),
     "token_log_probs": SQUARE,
+    "top_k": {"": {"input": randn(N, V), "k": 2}, "target": {"input": randn(N, V), "k": 2, "target": TARGET}},
     "token_loss": {label: {**base, "fn": of_tokens} for label, base in SQUARE.items()}
     | {"sum": {**IMAGE, "fn": of_tokens, "reduction": "sum"}},
     "distillation_loss": of_logits(DISTILLATION),
     "linear_cross_entropy": {**LINEAR_LOSS, "DTensors": LINEAR},
     "linear_cross_entropy_outputs": each_reduction(LINEAR),
     "linear_token_log_probs": LOG_PROBS,
+    "linear_top_k": LARGEST,
     "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
     "linear_distillation_loss": DISTILLATION,
     "linear_distillation_token_loss": DIVERGENCES
@@ -161,7 +164,8 @@ CALLS = {  # of each function, its bases
     },
     "distributed.vocab_parallel_cross_entropy": ROWS,
     "distributed.vocab_parallel_linear_cross_entropy": as_shards(LINEAR_LOSS),
-    "distributed.vocab_parallel_linear_token_log_probs": as_shards({"": LINEAR}),
+    "distributed.vocab_parallel_linear_token_log_probs": as_shards(LOG_PROBS),
+    "distributed.vocab_parallel_linear_top_k": as_shards(LARGEST),
     "distributed.vocab_parallel_linear_token_loss": as_shards(TOKENS),
     "distributed.vocab_parallel_linear_distillation_loss": as_shards(
         DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
@@ -274,7 +278,7 @@ def run(name, given, dtensors=False):
         except (TypeError, ValueError, NotImplementedError, RuntimeError, IndexError) as error:
             return str(error)
         results = results if isinstance(results, tuple) else (results.to_local() if dtensors else results,)
-        summed = [result for result in results if result.requires_grad]
+        summed = [result for result in results if result is not None and result.requires_grad]
         upstream = [randn(*result.shape).to(result.dtype) for result in summed]
         grads = torch.autograd.grad(summed, learned, upstream, allow_unused=True) if summed else ()
     return [None if tensor is None else tensor.detach().clone() for tensor in (*results, *grads)], effects.log

@@ -1,303 +1,249 @@
-"""A teacher's top k, with and without a tail, from hidden states and from logits."""
+"""The k most probable classes and the target's rank, against a stable sort of all logits in float64."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.covering import covering
-from helpers.graphs import AotEagerAndRecordGraphs, operator_names
-from test_several_classes import DTYPES, OPTIONS, H, K, N, V, activated, factors_of, problem
+from helpers.gpu import captured, no_synchronisation
 
 import xent_ops
 
-top_k = xent_ops.linear_top_k_distillation_loss
+INTERPRETED = pytest.mark.interpreter
+OPTIONS = {"plain": {}, "softcap": {"softcap": 3.0, "logit_scale": 0.7}, "negative": {"logit_scale": -1.5}}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# (classes, k): the whole row, blocks of 1, 2 and 8, and more candidates than a program of the kernel takes
+SHAPES = [(1, 1), (13, 13), (13, 4), (5003, 1), (2051, 20), (20011, 17000)]
 
 
-def soft_expected(x, head, ids, probs, tail, z, reduction, token_weight=None):
-    logits = (x @ head.t()).double()
-    log_q, lse, counted = logits.log_softmax(-1), logits.logsumexp(-1), ids != -100
-    dense = torch.zeros_like(logits).scatter_add(1, ids.clamp(min=0), torch.where(counted, probs.double(), 0.0))
-    named = torch.zeros_like(logits, dtype=torch.int64).scatter_add(1, ids.clamp(min=0), counted.long()) > 0
-    loss = -(dense * log_q).sum(-1) + z * lse.square()
-    if tail:
-        loss = loss - (1 - dense.sum(-1)) * torch.where(named, 0.0, log_q.exp()).sum(-1).log()
-    rows = counted.any(-1)
-    weight = rows.double() if token_weight is None else torch.where(rows, token_weight.double(), 0.0)
-    loss = torch.where(rows, loss, 0.0) * weight
-    return loss if reduction == "none" else loss.sum() / (weight.sum() if reduction == "mean" else 1.0)
+def randn(*shape, device, dtype=torch.float32, requires_grad=False):
+    return torch.randn(shape, device=device).to(dtype).requires_grad_(requires_grad)
 
 
-@pytest.mark.parametrize(
-    "reduction, tail, z, weighted, skip_ignored",
-    covering(["mean", "sum", "none"], [False, True], [0.0, 0.1], [False, True], [False, True]),
-    ids=str,
-)
-def test_top_k(device, tail, z, reduction, weighted, skip_ignored):
-    x, head, _, ids, probs = problem(device)
-    token_weight = factors_of(device)[1] if weighted else None
-    wanted = soft_expected(x, head, ids, probs, tail, z, reduction, token_weight)
-    how = {"reduction": reduction, "lse_square_scale": z, "token_weight": token_weight, "skip_ignored": skip_ignored}
-    loss = top_k(x, head, ids, probs, tail=tail, chunk_rows=4, **how)
-    del how["skip_ignored"]
-    of_logits = xent_ops.top_k_distillation_loss(x @ head.t(), ids, probs, tail=tail, **how)
-    with torch.no_grad():
-        torch.testing.assert_close(top_k(x, head, ids, probs, tail=tail, **how), wanted)
-    for value in (loss, of_logits):
-        torch.testing.assert_close(value, wanted)
-        grads = (torch.autograd.grad(one.sum(), (x, head), retain_graph=True) for one in (value, wanted))
-        torch.testing.assert_close(*grads)
+def expected(logits, k, target, softcap=None, logit_scale=1.0):
+    z = logits.double() * logit_scale
+    order = z.sort(dim=-1, descending=True, stable=True).indices
+    log_p = (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    index = target.clamp(min=0).unsqueeze(-1)
+    ranks = (order == index).long().argmax(-1)
+    return log_p.gather(-1, order[..., :k]), order[..., :k], entropy, log_p.gather(-1, index).squeeze(-1), ranks
 
 
+@INTERPRETED
+@pytest.mark.parametrize("dtype, name, shape", covering(DTYPES, OPTIONS, SHAPES), ids=str)
+def test_values(device, dtype, name, shape):
+    classes, k = shape
+    logits = randn(5, classes, device=device).mul(4).round().div(2).to(dtype)  # many ties
+    target = torch.randint(classes, (5,), device=device)
+    target[1] = -100
+    top, counted = xent_ops.top_k(logits, k, target, **OPTIONS[name]), target != -100
+    log_probs, ids, entropy, of_target, ranks = expected(logits, k, target, **OPTIONS[name])
+    assert torch.equal(top.ids[counted], ids[counted]) and torch.equal(top.target_ranks[counted], ranks[counted])
+    for found, wanted in ((top.log_probs, log_probs), (top.target_log_probs, of_target), (top.entropy, entropy)):
+        torch.testing.assert_close(found[counted].double(), wanted[counted], rtol=1e-5, atol=1e-5)
+    ignored = [value[1] for value in top]
+    assert (ignored[1] == -100).all() and ignored[5] == -1 and ignored[2] == math.inf
+    assert not any(value.any() for value in (ignored[0], ignored[3], ignored[4]))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("scale", [1.0, -2.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_one_class_with_probability_one_is_the_loss_of_class_indices(device, reduction, dtype):
-    x, head, bias, ids, _ = problem(device, dtype)
-    ids = ids[:, :1]
+def test_special_logits_have_the_order_of_a_stable_sort(device, dtype, scale):
     values = [
-        function(x, head, target, *more, linear_bias=bias, reduction=reduction, chunk_rows=4)
-        for function, target, *more in (
-            (xent_ops.linear_cross_entropy, ids[:, 0]),
-            (top_k, ids, torch.ones(N, 1, device=device)),
+        math.inf,
+        -math.inf,
+        math.nan,
+        -math.nan,
+        0.0,
+        -0.0,
+        1.0,
+        2.0**-14,
+        -(2.0**-20),
+        5e4,
+        torch.finfo(dtype).tiny,
+    ]
+    logits = torch.tensor(values, device=device, dtype=dtype).repeat(9)[torch.randperm(99)].repeat(4, 1)
+    target = torch.randint(99, (4,), device=device)
+    top = xent_ops.top_k(logits, 99, target, logit_scale=scale)
+    order = (logits if scale > 0 else -logits).sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(top.ids, order)
+    assert torch.equal(top.ids.gather(-1, top.target_ranks.unsqueeze(-1)).squeeze(-1), target)
+    some = xent_ops.top_k(logits, 5, target, logit_scale=scale)  # by blocks
+    assert torch.equal(some.ids, order[:, :5]) and torch.equal(some.target_ranks, top.target_ranks)
+
+
+@INTERPRETED
+def test_rows_of_any_stride_and_targets_of_any_dtype(device):
+    logits = randn(2, 4, 2, 300, device=device)
+    target = torch.randint(200, (2, 3, 2), device=device, dtype=torch.uint8)
+    part = logits[:, :-1].transpose(0, 2)
+    found = xent_ops.top_k(part, 9, target.transpose(0, 2))
+    wanted = xent_ops.top_k(part.contiguous(), 9, target.transpose(0, 2).contiguous().long())
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    classes_apart = xent_ops.top_k(part.contiguous().movedim(-1, 0).contiguous().movedim(0, -1), 9)
+    assert torch.equal(classes_apart.ids, wanted.ids) and classes_apart.target_ranks is None
+
+
+@INTERPRETED
+def test_the_largest_is_the_argmax(device):
+    logits, target = randn(9, 900, device=device).bfloat16(), torch.randint(900, (9,), device=device)
+    top, outputs = xent_ops.top_k(logits, 1, target), xent_ops.cross_entropy_outputs(logits, target)
+    assert torch.equal(top.ids.squeeze(-1), outputs.predictions)
+    torch.testing.assert_close((top.target_ranks == 0).float().mean(), outputs.accuracy)
+
+
+@INTERPRETED
+def test_the_operator_counts_columns_of_a_slice(device):
+    """Before a target of another slice, of this logit: all of the larger, and of the equal those at smaller columns."""
+    logits = randn(6, 100, device=device).round().bfloat16()
+    target = torch.tensor([-30, 0, 40, 99, 100, 250], device=device)
+    own = randn(6, device=device).round()
+    ids, rank = torch.ops.xent.top_k(logits, 0, target, own)
+    before = (logits > own[:, None]) | ((logits == own[:, None]) & (torch.arange(100, device=device) < target[:, None]))
+    assert ids.shape == (6, 0) and torch.equal(rank, before.sum(-1))
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_are_those_of_its_ids(device, name, linear):
+    x, head, bias = (
+        randn(*s, device=device, dtype=torch.float64, requires_grad=True) for s in ((7, 6), (41, 6), (41,))
+    )
+    target, options = torch.randint(41, (7,), device=device), OPTIONS[name]
+    if linear:
+        top = xent_ops.linear_top_k(x, head, 5, target, linear_bias=bias, chunk_rows=3, **options)
+    else:
+        top = xent_ops.top_k(F.linear(x, head, bias), 5, target, **options)
+    logits = F.linear(x, head, bias)
+    log_probs, _, entropy, of_target, _ = expected(logits, 5, target, **options)
+    z = logits * options.get("logit_scale", 1.0)
+    lse = (3.0 * torch.tanh(z / 3.0) if "softcap" in options else z).logsumexp(-1)
+    weights = [torch.randn_like(value) for value in (log_probs, entropy, of_target, lse)]
+    totals = [
+        sum((value * weight).sum() for value, weight in zip(values, weights, strict=True))
+        for values in (
+            (top.log_probs, top.entropy, top.target_log_probs, top.lse),
+            (log_probs, entropy, of_target, lse),
         )
     ]
-    torch.testing.assert_close(*values)
-    grads = [torch.autograd.grad(value.sum(), (x, head, bias)) for value in values]
-    for grad, right in zip(*grads, strict=True):
-        assert (grad.double() - right.double()).norm() <= 4 * torch.finfo(dtype).eps * right.double().norm()
+    leaves = (x, head, bias)
+    for found, wanted in zip(*(torch.autograd.grad(total, leaves) for total in totals), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
-def test_the_tail(device):
-    """Least where the named classes have their probabilities; probabilities above one in all are NaN."""
-    x, head, _, ids, _ = problem(device)
-    ids = ids[5:]
-    with torch.no_grad():
-        probs = (x[5:] @ head.t()).softmax(-1).gather(1, ids)
-    loss = top_k(x[5:], head, ids, probs, tail=True)
-    for grad in torch.autograd.grad(loss, (x, head)):
-        assert grad.abs().max() < 1e-12
-    truncated = top_k(x[5:], head, ids, probs)
-    assert torch.autograd.grad(truncated, x)[0].abs().max() > 1e-3
-    assert_more_than_one(lambda: top_k(x[5:], head, ids, probs + 0.5, tail=True), device)
+def test_an_entropy_alone_has_a_gradient(device):
+    logits = randn(3, 20, device=device, requires_grad=True)
+    (found,) = torch.autograd.grad(xent_ops.top_k(logits, 2).entropy.sum(), logits)
+    (wanted,) = torch.autograd.grad(torch.distributions.Categorical(logits=logits).entropy().sum(), logits)
+    torch.testing.assert_close(found, wanted)
 
 
-def assert_more_than_one(loss, device):
-    """Probabilities that leave no tail: an error on a CPU; elsewhere, and in a compiled step, NaN."""
-    if device == "cpu":
-        with pytest.raises(ValueError, match=r"probs of a row add up to \d.*; expected at most 1.0.*: with tail=True"):
-            loss()
-    else:
-        assert loss().isnan()
-    assert torch.compile(loss, backend="aot_eager", fullgraph=True)().isnan()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_the_same_ids_in_any_batch_and_compiled(device, dtype):
+    x, head = randn(50, 32, device=device).bfloat16(), randn(6000, 32, device=device).bfloat16()
+    target = torch.randint(6000, (50,), device=device)
+
+    def top(rows):
+        return xent_ops.linear_top_k(x[rows], head, 16, target[rows], batch_invariant=True, logits_dtype=dtype)
+
+    some = torch.tensor([30, 2, 7], device=device)
+    for found, one in zip(top(slice(None)), top(some), strict=True):
+        assert torch.equal(found[some], one)
+    for found, one in zip(top(some), torch.compile(top, fullgraph=True)(some), strict=True):
+        assert torch.equal(found, one)
 
 
-DISTANCES = (-3e4, -150.0, -88.7, -80.0, 80.0, 88.7, 150.0, 3e4)  # of the named classes from the others
+def test_chunks_and_skipped_rows_change_nothing(device):
+    x, head = randn(3, 7, 16, device=device), randn(300, 16, device=device)
+    target = torch.randint(300, (3, 7), device=device)
+    target[1, 3:] = -100
+    wanted = xent_ops.linear_top_k(x, head, 8, target)
+    for how in ({"chunk_rows": 4}, {"skip_ignored": True}, {"skip_ignored": True, "chunk_rows": 2}):
+        for found, value in zip(xent_ops.linear_top_k(x, head, 8, target, **how), wanted, strict=True):
+            torch.testing.assert_close(found, value)
+    no_rows = xent_ops.linear_top_k(x[:0], head, 8, target[:0])
+    assert no_rows.ids.shape == (0, 7, 8) and no_rows.target_ranks.shape == (0, 7)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 400.0}, {"logit_scale": -1.0}], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_tail_is_right_at_every_distance(device, dtype, options):
-    """Neither the named classes nor the others underflow or are clamped; a row of each distance, in three products."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(len(DISTANCES), 32, generator=generator).round()
-    x[:, :2] += torch.tensor(DISTANCES).unsqueeze(-1)
-    x = (x * options.get("logit_scale", 1.0)).to(device, dtype).requires_grad_()
-    ids = torch.tensor([[0, 1]], device=device).expand(len(DISTANCES), 2)
-    probs = torch.tensor([[0.5, 0.3]], device=device).expand(len(DISTANCES), 2)
-    wanted_x = x.detach().double().requires_grad_()
-    log_q = activated(wanted_x, **options).log_softmax(-1)
-    wanted = -(log_q[:, :2] * probs.double()).sum(-1) - (1 - probs.double().sum(-1)) * log_q[:, 2:].logsumexp(-1)
-    (right,) = torch.autograd.grad(wanted.sum(), wanted_x)
-    step = 5e-5 if "softcap" in options else 1e-6  # float32 of 400 tanh(x / 400)
-    for reduction in ("none", "sum"):
-        how = {"tail": True, "reduction": reduction, **options}
-        for loss in (
-            top_k(x, torch.eye(32, device=device, dtype=dtype), ids, probs, **how),
-            xent_ops.top_k_distillation_loss(x, ids, probs, **how),
-        ):
-            expected = wanted if reduction == "none" else wanted.sum()
-            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=step)
-            (grad,) = torch.autograd.grad(loss.sum(), x)
-            far = (grad.double() - right).norm(dim=-1) / right.norm(dim=-1)
-            assert far.max() < max(torch.finfo(dtype).eps, 4 * step), far
+def test_products(device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, head = randn(8, 16, device=device, requires_grad=True), randn(300, 16, device=device, requires_grad=True)
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        xent_ops.linear_top_k(x, head, 4)
+    with FlopCounterMode(display=False) as step:
+        xent_ops.linear_top_k(x, head, 4).log_probs.sum().backward()
+    product = 2 * 8 * 16 * 300
+    assert (forward.get_total_flops(), step.get_total_flops()) == (product, 4 * product)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_one_class_with_narrow_weights(device, dtype):
-    """Probability times weight of a token is not rounded to 16 bits."""
-    x, head, _, ids, _ = problem(device, torch.float32)
-    probs, weight = (torch.linspace(*ends, N, device=device).to(dtype) for ends in ((0.3, 0.9), (0.5, 1.7)))
-    losses = [
-        top_k(x, head, ids[:, :1], p.unsqueeze(-1), token_weight=w)
-        for p, w in ((probs, weight), (probs.float(), weight.float()))
-    ]
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+def test_a_compiled_step_with_dynamic_rows_is_one_graph(device):
+    head = randn(300, 16, device=device, requires_grad=True)
+
+    def step(x, target, scale):
+        top = xent_ops.linear_top_k(x, head, 4, target, logit_scale=scale)
+        return (top.log_probs.sum() + top.target_log_probs.sum(), *top)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch._dynamo.reset()
+    for number in (3, 5, 12):
+        with torch._dynamo.config.patch(error_on_recompile=number != 3):
+            x, target = randn(number, 16, device=device), torch.randint(300, (number,), device=device)
+            for found, wanted in zip(compiled(x, target, 0.5), step(x, target, 0.5), strict=True):
+                torch.testing.assert_close(found, wanted)
+            found, wanted = (torch.autograd.grad(f(x, target, 0.5)[0], head)[0] for f in (compiled, step))
+            torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rounded_probabilities_add_up_to_more_than_one(device, dtype):
-    """A teacher's top k that hold nearly everything, in its dtype."""
-    generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (512, 64))
-    probs, ids = (8 * torch.randn(512, 64, generator=generator)).softmax(-1).topk(16)
-    probs = (probs.to(dtype) / probs.to(dtype).sum(-1, keepdim=True)).to(device)
-    if dtype == torch.bfloat16:
-        assert probs.double().sum(-1).max() > 1.002
-    for reduction in ("mean", "none"):
-        loss = top_k(x, head, ids.to(device), probs, tail=True, reduction=reduction)
-        assert loss.isfinite().all()
-        assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss.sum(), (x, head)))
-    over = (1 + 2 * max(torch.finfo(dtype).eps, 1e-3)) * probs[:1]
-    assert_more_than_one(lambda: top_k(x[:1], head, ids[:1].to(device), over, tail=True), device)
+def test_autocast(device):
+    x, head = randn(5, 16, device=device), randn(300, 16, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = xent_ops.linear_top_k(x, head, 4)
+    wanted = xent_ops.linear_top_k(x.bfloat16(), head.bfloat16(), 4)
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("places", [1, 4])
-def test_log_probabilities_are_refused(device, places):
-    """In words on a CPU; elsewhere, and in a compiled step, they give NaN."""
-    x, head, _, ids, probs = problem(device, torch.float32)
-    ids, wrong = ids[:, :places], (probs + 0.1)[:, :places].log()
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_other_rows():
+    x, head = randn(60, 64, device="cuda"), randn(5000, 64, device="cuda")
+    target = torch.randint(5000, (60,), device="cuda")
 
-    def loss(tail=False):
-        return top_k(x, head, ids, wrong, tail=tail)
+    def step():
+        return xent_ops.linear_top_k(x, head, 20, target)
 
-    for tail in (False, True):
-        if device == "cpu":
-            with pytest.raises(ValueError, match=r"probs has -\d.* pass probs.exp\(\) of log-prob"):
-                loss(tail)
+    with no_synchronisation():
+        step()
+    graph, found = captured(step)
+    x.copy_(randn(60, 64, device="cuda"))
+    target.copy_(target.flip(0))
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(found, step(), strict=True))
+
+
+@pytest.mark.parametrize("k", [0, 8, -1])
+def test_k_is_refused(device, k):
+    with pytest.raises(ValueError, match=f"k must be from 1 to 7 classes, got {k}"):
+        xent_ops.top_k(randn(3, 7, device=device), k)
+    with pytest.raises(ValueError, match=f"k must be from 1 to 7 classes, got {k}"):
+        xent_ops.linear_top_k(randn(3, 4, device=device), randn(7, 4, device=device), k)
+
+
+def test_a_teacher_s_top_k_is_a_target(device):
+    teacher, student, head = (randn(*s, device=device) for s in ((6, 8), (6, 8), (90, 8)))
+    target = torch.tensor([3, -100, 5, 7, 1, 0], device=device)
+    losses = F.cross_entropy(student @ head.T, (teacher @ head.T).softmax(-1), reduction="none")
+    for k in (90, 30):
+        top = xent_ops.linear_top_k(teacher, head, k, target)
+        loss = xent_ops.linear_top_k_distillation_loss(student, head, top.ids, top.log_probs.exp(), tail=True)
+        if k == 90:  # all classes
+            torch.testing.assert_close(loss, losses[target != -100].mean())
         else:
-            assert loss(tail).isnan()
-        assert torch.compile(loss, backend="aot_eager", fullgraph=True)(tail).isnan()
-
-
-@pytest.mark.parametrize(
-    "name, probability, reduction", covering(OPTIONS, [1e-4, 1e-7, 1e-12, 1e-30], ["mean", "none"]), ids=str
-)
-def test_the_tail_keeps_its_digits(device, name, probability, reduction):
-    """However little the student gives to the other classes. Logits are exact: the head is an identity."""
-    options, factor = OPTIONS[name], {"plain": 1.0, "softcap": 1 / 0.7, "negative": -1 / 1.5}[name]
-    if name == "softcap":
-        options = {"softcap": 60.0, "logit_scale": 0.7}
-    _, _, _, ids, probs = problem(device, torch.float32)
-    z = torch.randn(N, V, generator=torch.Generator().manual_seed(3)).to(device)
-    named = torch.zeros(N, V, dtype=torch.bool, device=device).scatter(1, ids.clamp(min=0), ids != -100)
-    x = (factor * torch.where(named, z - math.log(probability), z)).requires_grad_()
-    head = torch.eye(V, device=device).requires_grad_()
-    exact = x.double().detach().requires_grad_()
-    log_q = activated(exact, **options).log_softmax(-1)
-    dense = torch.zeros_like(log_q).scatter_add(1, ids.clamp(min=0), torch.where(ids == -100, 0.0, probs.double()))
-    left = 1 - dense.sum(-1)
-    log_tail = torch.where(named, -math.inf, log_q).logsumexp(-1)
-    assert probability < 1e-10 or (log_tail[ids[:, 0] != -100] < math.log(100 * probability)).all()
-    rows = -(dense * log_q).sum(-1) - left * log_tail
-    wanted = torch.where((ids == -100).all(-1), 0.0, rows)
-    made = top_k(x, head, ids, probs, tail=True, reduction=reduction, chunk_rows=4, **options)
-    if reduction == "mean":
-        wanted = wanted.sum() / (ids != -100).any(-1).sum()
-    torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=0)
-    grads = (torch.autograd.grad(value.sum(), leaf)[0].double() for value, leaf in ((made, x), (wanted, exact)))
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["", "softcap"])
-def test_every_class_is_named(device, options):
-    """Of probabilities that leave something, as rounding does: finite, and the tail passes nothing back."""
-    x, head = torch.randn(3, H, device=device, requires_grad=True), torch.randn(K, H, device=device, requires_grad=True)
-    ids, probs = torch.arange(K, device=device).expand(3, K), torch.full((3, K), 0.249, device=device)
-    for reduction in ("mean", "none"):
-        losses = [top_k(x, head, ids, probs, tail=tail, reduction=reduction, **options) for tail in (True, False)]
-        assert losses[0].isfinite().all()
-        torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), (x, head)) for loss in losses))
-
-
-def test_nearly_everything_is_named(device):
-    """The probability of the rest is below float32's step at one: no infinity, no NaN."""
-    x, head = torch.tensor([[30.0]], device=device, requires_grad=True), torch.tensor([[1.0], [0.0]], device=device)
-    head.requires_grad_()
-    ids, probs = torch.tensor([[0]], device=device), torch.tensor([[0.9]], device=device)
-    loss = top_k(x, head, ids, probs, tail=True)
-    assert loss.isfinite() and all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (x, head)))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled(device, backend):
-    """A teacher's top k with its tail, the tenth published loss: one graph, the numbers of eager, three products."""
-    x, head, _, ids, probs = problem(device, torch.float32)
-
-    def step(x, head, ids, probs):
-        return top_k(x.sin(), head, ids, probs, tail=True, chunk_rows=5)
-
-    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=False)
-    losses = compiled(x, head, ids, probs), step(x, head, ids, probs)
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, (x, head)) for loss in losses))
-
-
-@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
-def test_the_graph(device, tail):
-    """The open loop; the backward has no product."""
-    x, head, _, ids, probs = problem(device, torch.float32)
-    graphs = AotEagerAndRecordGraphs()
-
-    def step(x, head):
-        return top_k(x, head, ids, probs, tail=tail)
-
-    torch.compile(step, fullgraph=True, backend=graphs)(x, head).backward()
-    names = [name for gm in graphs.fw_graphs + graphs.bw_graphs for name in operator_names(gm)]
-    ours = [name.removeprefix("xent.").removesuffix(".default") for name in names if name.startswith("xent.")]
-    forward = ["row_targets", "linear_cross_entropy_chunk", "top_k_distillation", "attach_gradients"]
-    assert ours == forward + ["linear_scale_grad"] * 2
-    assert not any("mm" in name for name in names)
-
-
-def test_errors(device):
-    x, head, _, ids, probs = problem(device, torch.float32)
-    divisor = torch.ones((), device=device, requires_grad=True)
-    for error, text, *tensors, options in (
-        (ValueError, r"probs has shape \(9, 3\); expected \(9, 4\), a probability", ids, probs[:, :3], {}),
-        (RuntimeError, "probs requires grad", ids, probs.clone().requires_grad_(), {}),
-        (TypeError, "ids has dtype torch.float32; expected one of int64", probs.float(), ids, {}),
-        (TypeError, "probs must be a torch.Tensor", ids, 0.5, {}),
-        (TypeError, "tail must be", ids, probs, {"tail": "yes"}),
-        (ValueError, r"ids has shape \(9,\); expected 2 dimensions, \(..., K\)", ids[:, 0], probs[:, 0], {}),
-        (ValueError, r"has shape \(9, 0\): no class a row", ids[:, :0], probs[:, :0], {}),
-        (ValueError, "num_items_in_batch is 0 where all", ids, probs, {"reduction": "sum", "divisor": 0}),
-        (ValueError, r"token_weight has shape \(8,\)", ids, probs, {"token_weight": torch.ones(8, device=device)}),
-        *((RuntimeError, "divisor requires grad", ids, probs, {"reduction": "sum", "divisor": divisor, "tail": tail})
-          for tail in (False, True)),
-    ):  # fmt: skip
-        with pytest.raises(error, match=text):
-            top_k(x, head, *tensors, **options)
-        if text != "divisor requires grad":
-            with pytest.raises(error, match=text):
-                xent_ops.top_k_distillation_loss(x @ head.t(), *tensors, **options)
-
-
-def test_other_losses_name_the_function(device):
-    """target_probs and tail were arguments of linear_cross_entropy once."""
-    x, head, _, ids, probs = problem(device, torch.float32)
-    module = xent_ops.LinearCrossEntropyLoss(tied_weight=torch.nn.Parameter(head))
-    ranks = xent_ops.distributed.vocab_parallel_linear_cross_entropy
-    for name, call in (
-        ("linear_top_k_distillation_loss", lambda **old: xent_ops.linear_cross_entropy(x, head, ids, **old)),
-        ("linear_top_k_distillation_loss", lambda **old: module(x, ids, **old)),
-        ("vocab_parallel_linear_top_k_distillation_loss", lambda **old: ranks(x, head, ids, num_classes=V, **old)),
-        ("top_k_distillation_loss", lambda **old: xent_ops.cross_entropy(x, ids, **old)),
-    ):
-        for old in ({"target_probs": probs}, {"tail": True}):
-            with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(old))}'; use .*{name}"):
-                call(**old)
-    with pytest.raises(TypeError, match="'target_probs'; pass probs="):
-        top_k(x, head, ids, target_probs=probs)
-    with pytest.raises(TypeError, match="'target'; pass ids="):
-        top_k(x, head, probs=probs, target=ids)
-    with pytest.raises(ValueError, match=r"fn returned shape \(2, \d+\) for 2 tokens; .*add up over its K classes"):
-        xent_ops.linear_token_loss(x, head, ids, lambda stats: -stats.log_probs)
-
-
-def test_of_dtensors_is_refused(device):
-    x, head, _, ids, probs = problem(device, torch.float32)
-
-    class LikeDTensor(torch.Tensor):
-        device_mesh = None
-
-    with pytest.raises(NotImplementedError, match=r"xent_ops.linear_top_k_distillation_loss of DTensors"):
-        top_k(x.detach().as_subclass(LikeDTensor), head, ids, probs)
+            p, ids = (teacher @ head.T).softmax(-1).topk(k)
+            wanted = xent_ops.linear_top_k_distillation_loss(
+                student[2:], head, ids[2:], p[2:], tail=True, reduction="sum"
+            )
+            first = xent_ops.linear_top_k_distillation_loss(student[:1], head, ids[:1], p[:1], tail=True)
+            torch.testing.assert_close(loss, (wanted + first) / 5)

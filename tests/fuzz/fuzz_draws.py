@@ -9,6 +9,7 @@ import random
 
 import fuzz_distillation
 import fuzz_divergences
+import fuzz_largest
 import fuzz_top_k
 import torch
 from fuzz_program import Draw
@@ -31,6 +32,7 @@ ALONE = (
     *fuzz_distillation.NAMES,
     *fuzz_divergences.NAMES,
     *fuzz_top_k.NAMES,
+    *fuzz_largest.NAMES,
 )
 OVER_RANKS = (
     "vocab_parallel_cross_entropy",
@@ -40,6 +42,7 @@ OVER_RANKS = (
     fuzz_distillation.OVER_RANKS,
     fuzz_divergences.OVER_RANKS,
     fuzz_top_k.OVER_RANKS,
+    fuzz_largest.OVER_RANKS,
 )
 OUTPUTS = {
     "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy", "token_losses", "entropy"),
@@ -68,7 +71,7 @@ def parameters_of(name):
 
 def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
     program = _Program(random.Random(seed), seed, device, names, backend, ranks)
-    for others in (fuzz_distillation, fuzz_divergences, fuzz_top_k):
+    for others in (fuzz_distillation, fuzz_divergences, fuzz_top_k, fuzz_largest):
         if program.name in (*others.NAMES, others.OVER_RANKS):
             return others.draw(program.random, seed, device, program.name, backend, ranks)
     return program.draw()

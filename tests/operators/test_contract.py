@@ -57,13 +57,17 @@ mask_ids_: logits; V=logits K=ids; label_smoothing softcap logit_scale class_sta
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
 token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
 token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
+linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
+linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
-linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids output_mask
+linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy grad_ids mask_ids output_mask
 cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
 cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start
 cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
 soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
 soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
+top_k: logits; V=logits; logit_scale logits
+linear_top_k: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale input
 top_k_distillation: ids; K=ids; token_weight lse_square_scale
 cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap logit_scale with_entropy
 scale_grad_: grad; columns=grad; no rule""",
@@ -99,8 +103,10 @@ num_classes not beside all others: linear_cross_entropy_backward linear_divergen
 products=fp8 never: linear_token_logits linear_token_logits_backward
 products=fp8_gradients never: linear_token_logits linear_token_logits_backward
 with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk
+label_smoothing not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
+products=fp8 not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
+products=fp8_gradients not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
 mask_ids with ids: linear_cross_entropy_chunk
-label_smoothing not beside all others: linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
 ids with at_ids grad_ids: linear_cross_entropy_chunk_grad_
 at_ids with ids grad_ids: linear_cross_entropy_chunk_grad_
 grad_ids with ids at_ids: linear_cross_entropy_chunk_grad_

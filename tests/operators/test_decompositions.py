@@ -109,6 +109,10 @@ def outputs(x, head, target):
     return made.loss, made.predictions, made.accuracy, made.entropy
 
 
+def top_k(input, weight, target):
+    return tuple(xent_ops.linear_top_k(input, weight, 3, target))
+
+
 def log_probs(x, head, target):
     made = xent_ops.linear_token_log_probs(x, head, target)
     return made.log_probs, made.entropy
@@ -142,6 +146,7 @@ LOSSES = {
     "outputs": Loss(outputs),
     "log_probs": Loss(log_probs),
     "several classes": Loss(several_classes),
+    "top_k": Loss(top_k),
     "token_loss": Loss(token_loss),
     "distillation": Loss(distillation),
 }

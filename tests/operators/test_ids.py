@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.covering import covering
 
-from xent_ops.kernels import reference_ids, reference_top_k
+from xent_ops.kernels import reference_ids, reference_top_k_distillation
 from xent_ops.kernels.options import RowOptions
 from xent_ops.testing import realistic_logits
 
@@ -116,7 +116,7 @@ def test_the_loss_of_a_top_k(device, dtype, places, tail, weighted, scale):
     wanted = top_k_in_float64(at_ids, lse, ids, probs, weight, tail, scale)
     given = [None if one is None else one.to(device) for one in (at_ids, lse, ids, probs, weight)]
     found = [ops.top_k_distillation(*given, tail, lse_square_scale=scale)]
-    found.append(reference_top_k.top_k_distillation(*given, tail, lse_square_scale=scale))
+    found.append(reference_top_k_distillation.top_k_distillation(*given, tail, lse_square_scale=scale))
     for results in found:
         for result, right in zip(results, wanted, strict=True):
             assert result.dtype == dtype and not result.requires_grad
@@ -131,7 +131,7 @@ def test_probabilities_that_cannot_be(device, tail):
     ids = torch.tensor([[1, 2]], device=device).expand(5, 2)
     weight = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0], device=device)
     x, lse = torch.ones(5, 2, device=device), torch.ones(5, device=device)
-    for function in (ops.top_k_distillation, reference_top_k.top_k_distillation):
+    for function in (ops.top_k_distillation, reference_top_k_distillation.top_k_distillation):
         loss, grad_ids, grad_lse = function(x, lse, ids, probs, weight, tail)
         wrong = [True, True, tail, False, False]
         assert loss.isnan().tolist() == grad_ids.isnan().all(-1).tolist() == grad_lse.isnan().tolist() == wrong
@@ -142,7 +142,7 @@ def test_no_other_class_is_left(device):
     """o is -inf: the remainder is left out, and the gradient is that of a softmax of the ids."""
     x, lse = torch.tensor([[1.0, 2.0]], device=device), torch.full((1,), -math.inf, device=device)
     probs, ids = torch.tensor([[0.25, 0.5]], device=device), torch.tensor([[0, 1]], device=device)
-    for function in (ops.top_k_distillation, reference_top_k.top_k_distillation):
+    for function in (ops.top_k_distillation, reference_top_k_distillation.top_k_distillation):
         loss, grad_ids, grad_lse = function(x, lse, ids, probs, None, True)
         log_q = x.log_softmax(-1)
         torch.testing.assert_close(loss, -(probs * log_q).sum(-1))

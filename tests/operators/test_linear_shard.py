@@ -145,7 +145,7 @@ def test_eight_ranks_in_their_order(device, plain, monkeypatch):
     def join(rows):
         gathered = torch.cat([first.view(ranks, 3, -1)[:, :, rows].flatten(1), header, entropies[:, rows]], 1)
         join_args = (input[rows], head[:size], target[rows], gathered, 0, ranks * size, None, None, None, True)
-        return ops.linear_cross_entropy_shard_join(*join_args, in_rank_order=True)
+        return ops.linear_cross_entropy_shard_join(*join_args, in_rank_order=True)[:6]  # without ids
 
     everything = join(torch.arange(number, device=device))
     for few in (1, 5, 37, number):

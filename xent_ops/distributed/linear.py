@@ -186,10 +186,11 @@ def vocab_parallel_linear_token_log_probs(
     """``xent_ops.linear_token_log_probs`` of a head whose rows (classes) are split between the ranks of a group.
 
     Arguments, errors and communication are those of ``vocab_parallel_linear_cross_entropy``, with 4 numbers a row in
-    the all-gather. Every rank gets the same bits.
+    the all-gather. The target may be (..., K), K classes a row: K numbers more. Every rank gets the same bits.
 
     Returns:
-        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) of the target's shape.
+        ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with one number per row;
+        log_probs has the target's shape.
 
     Examples:
         >>> world = torch.distributed.get_world_size()
@@ -204,12 +205,15 @@ def vocab_parallel_linear_token_log_probs(
 
     def bind_call() -> LinearCall:
         transforms.refuse(f"xent_ops.distributed.{name}")
-        call = bind(input, weight_shard, target, bias_shard, None, raw_options, raw_chunking, names=NAMES)
+        head_args = (input, weight_shard, target, bias_shard, None)
+        call = bind(*head_args, raw_options, raw_chunking, several=True, names=NAMES)
         return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
 
     call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
-    rows, entropy = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered, with_entropy=True)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, None, call.loss.row_options)
+    ids = None if call.ids is None else by_ranks(call.ids, call.sequence_dim, ranks)
+    row_args = (call.input, ordered, call.head, ranks, call.loss, gathered)
+    rows, entropy = sharded_rows(*row_args, with_entropy=True, ids=ids)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ids, call.loss.row_options)
     return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

@@ -26,8 +26,9 @@ def sharded_rows(
     gathered_input: Tensor | None = None,  # (ranks, *input.shape), with sequence_parallel
     sum_grad_input: bool = True,
     with_entropy: bool = False,
+    ids: Tensor | None = None,  # (..., K), several classes of all rows
 ) -> tuple[RowValues, Tensor]:
-    """(the values of each row of the target, the entropies if ``with_entropy``).
+    """(the values of each row of the target, with ids x of them for a loss; the entropies if ``with_entropy``).
 
     Without ``sum_grad_input`` the gradient is this rank's part of the sum.
     """
@@ -43,9 +44,10 @@ def sharded_rows(
         None if bias is None else bias.detach(),
         class_weight,
         with_entropy,
+        ids,
         **options,
     )
-    row_loss, lse, target_weight, _, entropy, _ = _ops.linear_cross_entropy_shard_join(
+    row_loss, lse, target_weight, _, entropy, _, at_ids = _ops.linear_cross_entropy_shard_join(
         input,
         weight,
         target,
@@ -55,12 +57,13 @@ def sharded_rows(
         class_weight,
         gathered_input,
         with_entropy,
+        ids,
         accumulate_dtype=accumulate_dtype,
         group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
         in_rank_order=ranks.in_rank_order,
         **options,
     )
-    return RowValues(row_loss, lse, target_weight), entropy
+    return RowValues(row_loss if ids is None else at_ids, lse, target_weight), entropy
 
 
 def reduced(

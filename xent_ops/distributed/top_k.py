@@ -1,94 +1,195 @@
-"""A teacher's top k where each rank holds some rows of the student's head: xent_ops/top_k.py over pipelined.py."""
+"""The k most probable classes and the rank of the target where each rank holds some rows of the head. No gradient.
+
+The loop over chunks (head/loop.py) with two all-gathers. That of a chunk's statistics has the target's logit too. When
+it has arrived, each rank counts its own columns before the target. After the loop, one all-gather has the k best
+columns of each rank, and one sum the counts: 12 k + 28 bytes a row and rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..kernels.options import TokenReduction
+from ..head import loop, shard
+from ..head.loop import ChunkLogits, RowRange
+from ..kernels import reference
 from ..linear_call import LinearCall, bind
-from ..ops import arguments, checks, transforms
-from ..top_k import bind_loss, check_teacher
-from . import consistency, token_loss
-from .bound import NAMES, bind_shard, check_values
-from .groups import Group, ranks_of
+from ..ops import arguments, checks, rank_sums, transforms
+from ..ops.distillation_arguments import target_of
+from ..outputs import TopK, top_k_of_rows
+from . import consistency
+from .bound import NAMES, as_target, bind_shard, by_ranks, check_values
+from .groups import Group, Ranks, ranks_of
+from .parts import all_gather
+from .pipelined import Collectives
+
+_ops = torch.ops.xent
+_NO_CLASS = 2**62  # behind all classes
+_NOTHING = (False, False, False)  # the gradients that are wanted
 
 
 class _Bound(NamedTuple):
     """consistency.py compares all of it."""
 
     call: LinearCall
-    probs: Tensor
-    tail: bool
+    k: int
+
+
+class _TopK:
+    """The steps of a chunk (loop.Steps), and what they found."""
+
+    def __init__(self, call: LinearCall, k: int, with_rank: bool, ranks: Collectives, parts: int) -> None:
+        self.head, self.options, self.k, self.with_rank = call.head, call.loss.row_options, k, with_rank
+        self.ranks, self.parts, self.columns, self.start = ranks, parts, call.head.columns(), call.head.shard_range[0]
+        self.order = {"logit_scale": self.options.logit_scale}
+        # Of each chunk: logits and classes of this rank, (n, k); the target's logit, lse, entropy, number before it.
+        self.best: list[tuple[Tensor, ...]] = []
+        self.rows: list[tuple[Tensor, ...]] = []
+
+    def begin(
+        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
+    ) -> tuple[Tensor, ChunkLogits]:
+        head, keywords = self.head, self.options.keywords()
+        head_args = (head.weight, part.target, *head.shard_range, head.bias, None, True, count, after)
+        chunk_args = (None, False, head.chunking.logits_dtype)
+        statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **keywords)
+        own, number = logits[:, : self.columns], min(self.k, self.columns)
+        column = part.target.to(torch.int64) - self.start
+        here = (column >= 0) & (column < self.columns)
+        if self.columns == 0:
+            ids, at_target = column.new_empty((len(column), 0)), statistics.new_zeros(len(column))
+        else:
+            ids = _ops.top_k(own, number, **self.order)[0]
+            at_target = own.gather(-1, torch.where(here, column, 0).unsqueeze(-1)).squeeze(-1).to(statistics.dtype)
+        worst = float("-inf") if self.options.is_increasing else float("inf")
+        best = pad(own.gather(-1, ids).to(statistics.dtype), (0, self.k - number), value=worst)
+        classes = pad(ids + self.start, (0, self.k - number), value=_NO_CLASS)
+        self.best.append((self.whole(best, part), self.whole(classes, part)))
+        return torch.cat([statistics, torch.where(here, at_target, 0.0).unsqueeze(0)], 1), (logits,)
+
+    def end(
+        self,
+        chunk_logits: ChunkLogits,
+        part: RowRange,
+        gathered: Tensor,
+        output_mask: Sequence[bool],
+        count: Tensor | None,
+        after: Tensor | None,
+    ) -> None:
+        number, own = part.target.shape[0], chunk_logits[0][:, : self.columns]
+        statistics, logits = self.ranks.wait(gathered).split([gathered.shape[1] - number, number], 1)
+        join_args = (self.head.shard_range, None, True, self.options, 0, self.ranks.in_rank_order)
+        rows, at_target = shard.join_statistics(statistics.contiguous(), own, part.target, *join_args), logits.sum(0)
+        before = torch.zeros_like(part.target, dtype=torch.int64)
+        if self.with_rank and self.columns > 0:
+            column = part.target.to(torch.int64) - self.start
+            before = _ops.top_k(own, 0, column, at_target, **self.order)[1]
+        self.rows.append(tuple([self.whole(value, part) for value in (at_target, rows.lse, rows.entropy, before)]))
+
+    def whole(self, values: Tensor, part: RowRange) -> Tensor:
+        """The inverse of ``RowRange.of``, (parts, n, ...), without the rows that fill up the chunk."""
+        return values.view(self.parts, -1, *values.shape[1:])[:, : part.stop - part.start]
+
+
+def _rows(call: LinearCall, k: int, with_rank: bool, ranks: Ranks) -> tuple[Tensor, ...]:
+    """The results of the operator ``linear_top_k``, of the target's shape."""
+    split, options, num_classes = call.sequence_dim, call.loss.row_options, call.head.shard_range[1]
+    target, collectives = by_ranks(call.target, split, ranks), Collectives(ranks)
+    steps = _TopK(call, k, with_rank, collectives, 1 if split is None else ranks.world)
+    loop_args = (target, call.head, collectives, _NOTHING, options.ignore_index)
+    loop.run_loop(steps, (call.input,), *loop_args, scattered=split is not None)
+    at_target, lse, entropy, before = (torch.cat(values, 1).flatten() for values in zip(*steps.rows, strict=True))
+    logits, classes = (
+        _of_all_ranks(torch.cat(values, 1).flatten(0, 1), ranks) for values in zip(*steps.best, strict=True)
+    )
+    by_class = classes.argsort(-1)  # whatever order the ranks have
+    logits, classes = logits.gather(-1, by_class), classes.gather(-1, by_class)
+    place = _ops.top_k(logits, k, **steps.order)[0]
+    at_ids, ids = reference.activation(logits.gather(-1, place), options), classes.gather(-1, place)
+    index = target.reshape(-1, 1).to(torch.int64)
+    counted, valid = reference.is_counted(index, options.ignore_index), (index >= 0) & (index < num_classes)
+    ids = torch.where(counted, ids, options.ignore_index)
+    if with_rank:
+        if ranks.world > 1:
+            before = rank_sums.wait(rank_sums.start(before, ranks.world, ranks.name, False, False))
+        before = torch.where(counted & valid, before.unsqueeze(-1), -1).squeeze(-1)
+        x = torch.where(valid, reference.activation(at_target.unsqueeze(-1), options), float("nan"))
+        at_ids, ids = torch.cat([at_ids, x], -1), torch.cat([ids, index], -1)
+    values = (at_ids, ids, lse, entropy, before)
+    return tuple([as_target(value.view((*target.shape, *value.shape[1:])), split) for value in values])
+
+
+def _of_all_ranks(values: Tensor, ranks: Ranks) -> Tensor:
+    """(N, k) of each rank to (N, ranks * k)."""
+    return all_gather(values.contiguous(), ranks).view(ranks.world, *values.shape).movedim(0, 1).flatten(1)
 
 
 @arguments.named
-def vocab_parallel_linear_top_k_distillation_loss(
+def vocab_parallel_linear_top_k(
     input: Tensor,
     weight_shard: Tensor,
-    ids: Tensor,
-    probs: Tensor,
+    k: int,
+    target: Tensor | None = None,
     group: Group = None,
     *,
     num_classes: int,
     class_start: int | None = None,
-    tail: bool = False,
     bias_shard: Tensor | None = None,
     sequence_parallel: bool = False,
     ignore_index: int = -100,
-    reduction: TokenReduction = "mean",
-    lse_square_scale: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    divisor: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     logits_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     check: bool = False,
-) -> Tensor:
-    """``xent_ops.linear_top_k_distillation_loss`` of a head whose rows (classes) are split between ranks.
+) -> TopK:
+    """``xent_ops.linear_top_k`` of a head whose rows (classes) are split between the ranks of a group. No gradient.
 
-    Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
-    gradient of its input. A step takes three products, and holds two chunks of logits. K + 3 numbers a row are
-    all-gathered.
+    Every rank gets the same bits. 12 k + 28 bytes a row are all-gathered or summed. For derivatives pass the ids to
+    ``vocab_parallel_linear_token_log_probs``.
 
     Args:
-        input, weight_shard, bias_shard, group, num_classes, class_start, sequence_parallel: as for
+        input, weight_shard, bias_shard, group, num_classes, class_start: as for
             ``vocab_parallel_linear_cross_entropy``.
-        ids, probs, tail, token_weight: as for ``xent_ops.linear_top_k_distillation_loss``, with classes of the whole
-            vocabulary, for all rows, the same on every rank.
-        reduction: "mean" or "sum".
-        ignore_index, lse_square_scale, softcap, logit_scale, divisor, accumulate_dtype, chunk_rows, logits_dtype: as
-            for ``xent_ops.linear_top_k_distillation_loss``.
+        k: from 1 to ``num_classes``.
+        target: as for ``xent_ops.linear_top_k``, for all rows, the same on every rank.
+        sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``. It needs the target, which has all rows.
+        ignore_index, softcap, logit_scale, chunk_rows, logits_dtype: as for ``xent_ops.linear_top_k``.
         batch_invariant, check: as for ``vocab_parallel_linear_cross_entropy``.
 
     Returns:
-        The loss, float32 (float64 for float64 input), (). Errors are those of
-        ``xent_ops.linear_top_k_distillation_loss`` and ``vocab_parallel_linear_cross_entropy``.
+        ``xent_ops.TopK`` of constants. Errors are those of ``xent_ops.linear_top_k`` and
+        ``vocab_parallel_linear_cross_entropy``.
 
     Examples:
         >>> world = torch.distributed.get_world_size()
-        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16, requires_grad=True)
-        >>> probs, ids = torch.ones(8, 1024).softmax(-1).topk(4)
-        >>> function = xent_ops.distributed.vocab_parallel_linear_top_k_distillation_loss
-        >>> function(hidden, weight_shard, ids, probs, num_classes=1024, tail=True).backward()
+        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16)
+        >>> function = xent_ops.distributed.vocab_parallel_linear_top_k
+        >>> top = function(hidden, weight_shard, 4, torch.arange(8), num_classes=1024)
     """
-    name, ranks = "vocab_parallel_linear_top_k_distillation_loss", ranks_of(group)
-    raw_options = (ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, False, logits_dtype, None, batch_invariant)
+    name, ranks = "vocab_parallel_linear_top_k", ranks_of(group)
 
-    def bind_all() -> _Bound:
+    def bind_call() -> _Bound:
         transforms.refuse(f"xent_ops.distributed.{name}")
-        check_teacher(input, ids, probs, tail, ignore_index)
-        head_args = (input, weight_shard, ids, bias_shard, None)
-        call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True, names=NAMES)
-        checks.reduction(reduction, ("mean", "sum"))
-        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
-        return _Bound(check_values(call) if check else call, probs, tail)
+        arguments.required("input", input)
+        if target is None and ranks.world > 1 and arguments.boolean("sequence_parallel", sequence_parallel):
+            raise ValueError("sequence_parallel=True splits one dimension of the target: pass target")
+        rows, ignored = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
+        raw_options = (ignored, 0.0, softcap, logit_scale, 0.0, "none")
+        raw_chunking = (None, chunk_rows, False, logits_dtype, None, batch_invariant)
+        call = bind(input, weight_shard, rows, bias_shard, None, raw_options, raw_chunking, names=NAMES)
+        call = bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
+        number = arguments.integer("k", k)
+        checks.top_k(number, call.head.shard_range[1])
+        return _Bound(check_values(call) if check else call, number)
 
-    bound = consistency.check(name, group, ranks, bind_all) if check else bind_all()
-    return token_loss.loss(*bind_loss(*bound), ranks.for_batches(batch_invariant))
+    with torch.no_grad():
+        call, k = consistency.check(name, group, ranks, bind_call) if check else bind_call()
+        ranks = ranks.for_batches(call.head.chunking.batch_invariant)
+        values = _rows(call, k, target is not None, ranks)
+        return top_k_of_rows(values, target, k, call.loss.row_options.ignore_index)

@@ -62,6 +62,13 @@ def skipped_values(with_argmax: bool, with_entropy: bool) -> tuple[float | None,
     return 0.0, math.inf, -1 if with_argmax else None, 0.0 if with_entropy else None
 
 
+def no_gradients(input: Tensor, linear_weight: Tensor, output_mask: Sequence[bool]) -> Gradients:
+    """Those of a slice without classes: zeros."""
+    shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
+    zeros = [input.new_zeros(shape if needed else 0) for shape, needed in zip(shapes, output_mask, strict=True)]
+    return zeros[0], zeros[1], zeros[2]
+
+
 def in_dtype(gradients: Gradients, dtype: torch.dtype) -> Gradients:
     input, weight, bias = (gradient if gradient.dtype == dtype else gradient.to(dtype) for gradient in gradients)
     return input, weight, bias

@@ -18,6 +18,7 @@ from .chunks import (
     classes_of,
     divisors_and_factors,
     in_dtype,
+    no_gradients,
     skipped_values,
     unpack_statistics,
 )
@@ -83,9 +84,7 @@ def gradients(
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     if head.shape[0] == 0:
-        shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-        zeros = [input.new_zeros(shape if needed else 0) for shape, needed in zip(shapes, output_mask, strict=True)]
-        return zeros[0], zeros[1], zeros[2]
+        return no_gradients(input, linear_weight, output_mask)
     upstream = reference.row_grads(
         grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype
     )

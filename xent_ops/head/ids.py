@@ -16,7 +16,7 @@ from ..kernels import reference_ids
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from . import float16
 from .backend import IN_MEMORY, Backend
-from .chunks import Gradients, as_rows, in_dtype, unpack_statistics
+from .chunks import Gradients, as_rows, classes_of, in_dtype, no_gradients, unpack_statistics
 from .products import InPlace, OutOfPlace
 
 _ops = torch.ops.xent
@@ -66,7 +66,7 @@ def gradient(
     if target is None:
         target = _ops.row_targets(ids, ignore_index=options.ignore_index)
         if mask_ids:
-            _, logits = writer.mask_columns(logits, logits.shape[-1], ids, (0, None), options)
+            _, logits = writer.mask_columns(logits, logits.shape[-1], ids, (class_start, num_classes), options)
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
     backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
@@ -117,24 +117,30 @@ def gradients(
     entropy: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     mask_ids: bool = False,
+    class_start: int = 0,
+    num_classes: int | None = None,
     *,
     options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> Gradients:
-    """Compute the logits again. The gradients have the inputs' dtype, or are (0,) if the mask does not want them."""
+    """As ``cross_entropy.gradients``."""
     flat, chunking = as_rows(input), Chunking(**fields)
     target = _ops.row_targets(ids, ignore_index=options.ignore_index)
-    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    head, bias, _, padding = classes_of(linear_weight, linear_bias, None, class_start, num_classes)
+    if head.shape[0] == 0:
+        return no_gradients(input, linear_weight, output_mask)
+    rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     grads = [
         rows.pack_rows(grad_ids.to(lse.dtype)),
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
     values = [None if value is None else rows.pack_rows(value) for value in (at_ids, lse, entropy)]
-    factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), linear_weight.shape[0], options)
-    products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
+    factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), head.shape[0], options)
+    products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
+    gradient_options |= {"class_start": class_start, "num_classes": num_classes}
 
     def visit(
         logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any

@@ -40,6 +40,7 @@ def statistics(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     with_entropy: bool = False,
+    ids: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     backend: Backend = IN_MEMORY,
@@ -50,15 +51,23 @@ def statistics(
     rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     columns = len(head)
 
-    def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
-        return rank_statistics(logits, target, class_start, num_classes, weight, with_entropy, options)
+    def visit(logits: Tensor, target: Tensor, ids: Tensor | None) -> Sequence[Tensor]:
+        statistics = rank_statistics(logits, target, class_start, num_classes, weight, with_entropy, options)
+        if ids is None:
+            return statistics
+        at_ids = _ops.ids_forward(logits, ids, class_start, num_classes, **options.keywords())
+        return *at_ids.unbind(-1), *statistics
 
+    number = 0 if ids is None else ids.shape[-1]
     if columns == 0:
-        computed: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1))
+        computed: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1), None if ids is None else ids.flatten(0, -2))
     else:
-        computed = backend.products(rows, flat, head, bias, chunking).run(visit, rows.indices())
-        computed = [rows.unpack(values, fill) for values, fill in zip(computed, _SKIPPED, strict=False)]
-    return pack_statistics(computed, class_start, columns, weight, with_entropy)
+        ids = None if ids is None else rows.pack_classes(ids)
+        computed = backend.products(rows, flat, head, bias, chunking).run(visit, rows.indices(), ids)
+        fills = (*(0.0,) * number, *_SKIPPED)
+        computed = [rows.unpack(values, fill) for values, fill in zip(computed, fills, strict=False)]
+    packed = pack_statistics(computed[number:], class_start, columns, weight, with_entropy)
+    return torch.cat([packed, *(values.unsqueeze(0) for values in computed[:number])], 1) if number else packed
 
 
 def rank_statistics(
@@ -115,6 +124,7 @@ def join(
     weight: Tensor | None = None,
     gathered_input: Tensor | None = None,
     with_entropy: bool = False,
+    ids: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
@@ -124,13 +134,18 @@ def join(
 ) -> tuple[Tensor, ...]:
     # The join of rows reads only the logits' shape.
     logits = input.new_empty(()).expand(*target.shape, linear_weight.shape[0])
-    loss, lse, target_weight, lse_coefficient, entropy, lse_low, _ = join_statistics(
-        gathered, logits, target, (class_start, num_classes), weight, with_entropy, options, 0, in_rank_order
+    slice_args, number = ((class_start, num_classes), weight), 0 if ids is None else ids.shape[-1]
+    loss, lse, target_weight, lse_coefficient, entropy, lse_low, at_ids = join_statistics(
+        gathered, logits, target, *slice_args, with_entropy, options, number, in_rank_order
     )
     assert target_weight is not None and lse_coefficient is not None
     if Chunking(**fields).skip_ignored:
         lse = lse.masked_fill(~reference.is_counted(target, options.ignore_index), float("inf"))
-    return loss, lse, target_weight, lse_coefficient, entropy, lse_low
+    if at_ids is None:
+        at_ids = loss.new_empty(0)
+    else:
+        at_ids = at_ids.reshape(*target.shape, number).clone(memory_format=torch.contiguous_format)
+    return loss, lse, target_weight, lse_coefficient, entropy, lse_low, at_ids
 
 
 class RowStatistics(NamedTuple):

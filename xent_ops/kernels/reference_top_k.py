@@ -1,93 +1,90 @@
-"""The loss of a row that learns the probabilities of a few classes, a teacher's top k, and its derivatives.
+"""The classes of a row with the largest logits, and the rank of its target. Plain torch, on every device.
 
-q is the softmax of the student, ids are the classes of a row, p_k are their probabilities, and r is the remainder:
+The order is total, that of ``logits.sort(descending=True, stable=True)``: larger logits first (smaller ones with a
+logit_scale below 0), equal ones by the smaller class, NaN before all numbers. So the ids and the rank of a row depend
+on its logits alone, and ``ids[rank]`` is the target where the rank is below k. torch.topk leaves the order of equal
+logits open, and in bfloat16 a third of all rows have equal logits at the k-th place.
 
-    loss = -sum_k p_k log q_k                  without a tail
-    loss = -sum_k p_k log q_k - r log q_r      with it: r = 1 - sum_k p_k, and q_r belongs to all other classes
-
-With a tail the operators give x of the ids and o, the lse of all other classes (``mask_ids``). L is the lse of all::
-
-    L = log(exp(o) + sum of exp(x_k) over different ids);  log q_k = x_k - L;  log q_r = o - L
-    m = sum_k p_k + r;  d loss / d x_k = m q_k - p_k;  d loss / d o = m q_r - r
-
-The first of equal ids has m q_k, and each has its own p_k. Without a tail L is known: its derivative is m, that of x_k
-is -p_k. A z-loss s L^2 adds 2 s L to m. The weight of a token multiplies p_k, r and s.
+A long row is read once: the largest of each block of b classes. The k best classes are in the k best blocks, because
+each of these begins with a class that is before all classes of any other block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .options import DEFAULTS, RowOptions
-from .reductions import times
-from .reference import is_counted
+from .reference import gather_target
 
-_OVER = 1e-3  # probabilities may add up to 1 + _OVER
-
-
-def most(probs: Tensor) -> float:
-    """The largest sum of probabilities. Each is rounded, and so is the sum that they were divided by: twice eps / 2."""
-    return 1.0 + max(_OVER, torch.finfo(probs.dtype).eps)
+_SORTED = 4096  # a row of so many numbers is sorted at once
+_LONGEST_BLOCK = 2048
+_COLUMNS = 16384  # classes that are compared with the target's logit at a time
 
 
-def _is_first(ids: Tensor) -> Tensor:
-    """(..., K): no earlier place of the row has the same id. A sort: comparing all pairs would take K times as much."""
-    # Keys that differ: a stable sort is no core aten.
-    number = ids.shape[-1]
-    order = (ids.to(torch.int64) * number + torch.arange(number, device=ids.device)).sort(dim=-1).indices
-    values, first = ids.gather(-1, order), torch.ones_like(ids, dtype=torch.bool)
-    return first.scatter(-1, order[..., 1:], values[..., 1:] != values[..., :-1])
-
-
-def top_k_distillation(
-    at_ids: Tensor,
-    lse: Tensor,
-    ids: Tensor,
-    probs: Tensor,
-    token_weight: Tensor | None = None,
-    tail: bool = False,
+def top_k(
+    logits: Tensor,
+    k: int,
+    target: Tensor | None = None,
+    target_logit: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
-    lse_square_scale: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses (...), their derivatives by at_ids (..., K), and by lse (...)), 0 in rows whose ids are all ignored.
-
-    Probabilities that add up to less than 0, or with a tail to more than ``most``, give NaN.
-    """
-    counted, dtype = is_counted(ids, options.ignore_index), at_ids.dtype
-    row_counted, lse, factors = counted.any(-1), lse.to(dtype), None
-    p = torch.where(counted, probs.to(dtype), 0.0)
-    total = p.sum(-1)
-    wrong = total != total.clamp(0.0, most(probs) if tail else None)
-    p = torch.where(wrong.unsqueeze(-1), float("nan"), p)
-    if token_weight is not None:
-        factors = torch.where(row_counted, token_weight.to(dtype), 0.0)
-        p = times(p, factors.unsqueeze(-1))
-    if not tail:
-        loss, total = -_products(p, at_ids - lse.unsqueeze(-1)).sum(-1), p.sum(-1)
-    else:
-        # If no other class is left, o is -inf, and so would be log q_r: the remainder is left out.
-        rest = torch.where(row_counted & (lse != float("-inf")), times((1.0 - total).clamp(min=0.0), factors), 0.0)
-        different = torch.where(counted & _is_first(ids), at_ids, float("-inf"))
-        # Not torch.logsumexp: it guards on the number of rows, which may depend on data.
-        shift = torch.maximum(different.amax(-1), lse)
-        share, share_of_rest = torch.exp(different - shift.unsqueeze(-1)), torch.exp(lse - shift)
-        sum_of_shares = share.sum(-1) + share_of_rest
-        log_sum = sum_of_shares.log()
-        log_p, log_rest = at_ids - shift.unsqueeze(-1) - log_sum.unsqueeze(-1), lse - shift - log_sum
-        loss, total = -_products(p, log_p).sum(-1) - _products(rest, log_rest), p.sum(-1) + rest
-        lse = shift + log_sum
-    if lse_square_scale != 0.0:
-        z_factor = lse_square_scale * (row_counted.to(dtype) if factors is None else factors)
-        loss, total = loss + times(lse.square(), z_factor), total + times(2 * lse, z_factor)
-    if not tail:
-        return loss, -p, total
-    # A row of weight 0 gets no gradient, even if q is NaN.
-    grad_ids = times(share / sum_of_shares.unsqueeze(-1), total.unsqueeze(-1)) - p
-    return loss, grad_ids, times(share_of_rest / sum_of_shares, total) - rest
+    largest: Callable[[Tensor, int, RowOptions], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(the k classes (..., k), the number of classes before the target (...) or (0,)) of logits (..., V)."""
+    ids = (largest or _largest)(logits, k, options)
+    if target is None:
+        return ids, ids.new_empty(0)
+    if target_logit is not None:  # the logits are a slice of the classes; the target may be any column
+        return ids, _number_before(logits, target_logit.unsqueeze(-1), target.to(torch.int64), options)
+    index, counted, invalid = gather_target(target, logits.shape[-1], options.ignore_index)
+    number = _number_before(logits, logits.gather(-1, index.unsqueeze(-1)), index, options)
+    return ids, torch.where(counted & ~invalid, number, -1)
 
 
-def _products(p: Tensor, log_q: Tensor) -> Tensor:
-    """0 log 0 is 0."""
-    return torch.where(p == 0.0, 0.0, p * log_q)
+def block_of(width: int, k: int) -> int:
+    """Classes of a block, a power of two: about as many blocks as candidates, and at least k blocks."""
+    return min(1 << ((width // max(k, 1)).bit_length() // 2), _LONGEST_BLOCK)
+
+
+def topk(logits: Tensor, k: int, options: RowOptions) -> Tensor:
+    """``_largest`` for exporters: ONNX has no stable sort, and its TopK has this order, except for NaN."""
+    if options.is_increasing:  # a branch: torch.compile may make the scale a symbol
+        return logits.topk(k).indices
+    return logits.topk(k, largest=False).indices
+
+
+def _largest(logits: Tensor, k: int, options: RowOptions) -> Tensor:
+    width, block = logits.shape[-1], block_of(logits.shape[-1], k)
+    if k == 0:
+        return logits.new_empty((*logits.shape[:-1], 0), dtype=torch.int64)
+    if width <= _SORTED or block < 4:
+        ids = _sorted(logits if options.is_increasing else -logits)[..., :k]
+        return ids.clone(memory_format=torch.contiguous_format)  # contiguous() leaves the strides of no rows
+    blocks = width // block
+    whole = logits[..., : blocks * block].unflatten(-1, (blocks, block))
+    best = _sorted(whole.amax(-1) if options.is_increasing else -whole.amin(-1))[..., :k]
+    place = torch.arange(width, device=logits.device)
+    of_blocks = (best.sort(dim=-1).values * block).unsqueeze(-1) + place[:block]
+    behind = place[blocks * block :].expand(*logits.shape[:-1], -1)
+    candidates = torch.cat([of_blocks.flatten(-2), behind], -1)  # ascending, so that ties stay in order
+    values = logits.gather(-1, candidates)
+    return candidates.gather(-1, _sorted(values if options.is_increasing else -values)[..., :k])
+
+
+def _sorted(values: Tensor) -> Tensor:
+    return values.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _number_before(logits: Tensor, own: Tensor, index: Tensor, options: RowOptions) -> Tensor:
+    """(...): the columns before a class with this logit, (..., 1), and this column."""
+    total = torch.zeros_like(index)
+    for start in range(0, logits.shape[-1], _COLUMNS):
+        part = logits[..., start : start + _COLUMNS]
+        smaller_class = torch.arange(start, start + part.shape[-1], device=index.device) < index.unsqueeze(-1)
+        better = part > own if options.is_increasing else part < own
+        better = better | (part.isnan() & ~own.isnan())
+        total = total + (better | (((part == own) | (part.isnan() & own.isnan())) & smaller_class)).sum(-1)
+    return total

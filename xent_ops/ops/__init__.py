@@ -10,6 +10,7 @@ from . import (
     shard,
     soft_cross_entropy,
     token_logits,
+    top_k,
     top_k_distillation,
     with_grad,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "shard",
     "soft_cross_entropy",
     "token_logits",
+    "top_k",
     "top_k_distillation",
     "with_grad",
 ]

@@ -157,6 +157,10 @@ def weight_needs_grad() -> NoReturn:
     )
 
 
+def top_k(k: int, classes: int, least: int = 1) -> None:
+    check_value(least <= k <= classes, lambda: f"k must be from {least} to {classes} classes, got {k}")
+
+
 def refuse_products_of_ids(products: str | None) -> None:
     if products is not None:
         raise NotImplementedError(f"several classes a row take no products={products!r}: leave it at None")

@@ -65,6 +65,7 @@ FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_cross_entropy_backward": _with_grads,
     "linear_cross_entropy_with_grad": _with_grads,
     "linear_token_logits": _product,
+    "linear_top_k": _product,
     "linear_token_logits_backward": _with_grads,
     "linear_divergences_forward": lambda call: _product(call) + _teacher_product(call),
     "linear_divergences_backward": lambda call: _with_grads(call) + _teacher_product(call),

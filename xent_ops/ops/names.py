@@ -37,6 +37,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "lse_low": ("float", "...", "one value for each row of the {primary}"),
     "entropy": ("float", "...", "one value for each row of the {primary}"),
     "lse_coefficient": ("float", "...", "one value for each row of the {primary}"),
+    "target_logit": ("float", "...", "one number for each target"),
     "at_ids": ("float", "... K", "one number for each of the ids"),
     "statistics": ("float", "S ...", "those that divergences_forward makes of each row"),
     "joined": ("float", "S ...", "those that divergences_forward makes of each row"),

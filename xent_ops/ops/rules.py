@@ -66,7 +66,7 @@ def _reduction(call: Call) -> None:
 
 def _products(call: Call) -> None:
     if call.products is not None:
-        if hasattr(call, "ids"):
+        if getattr(call, "ids", None) is not None:
             checks.refuse_products_of_ids(call.products)
         checks.multiplied(call.products, call.input, call.linear_weight)
 
@@ -106,7 +106,7 @@ def _temperature(call: Call) -> None:
 def check_targets(call: Call) -> None:
     """Raise IndexError for a class out of range. It reads the targets, so it is for CPU tensors."""
     if "log_prob" in getattr(call, "fields", "log_prob"):  # else the target only marks ignored rows
-        indices = call.ids if hasattr(call, "ids") else call.target
+        indices = call.target if getattr(call, "ids", None) is None else call.ids
         number = getattr(call, "num_classes", None)
         if indices is not None:
             checks.target_values(indices, width(call) if number is None else number, call.ignore_index)
@@ -140,7 +140,8 @@ def _grad_entropy(call: Call) -> None:
 
 
 def _entropy(call: Call) -> None:
-    if sliced(call) and hasattr(call, "input") and (call.weight is not None or call.label_smoothing != 0.0):
+    is_plain = getattr(call, "weight", None) is None and call.label_smoothing == 0.0
+    if sliced(call) and hasattr(call, "input") and not is_plain:
         raise ValueError("entropies go with the plain loss: without class weights and label_smoothing")
 
 
@@ -155,7 +156,7 @@ def _mask_ids(call: Call) -> None:
         raise ValueError("mask_ids=True masks the columns of ids: pass these too")
     if call.mask_ids and (getattr(call, "with_entropy", False) or getattr(call, "grad_entropy", None) is not None):
         raise ValueError("mask_ids=True gives the lse of some classes, without an entropy")
-    if call.mask_ids and hasattr(call, "class_start") and sliced(call) and call.weight is not None:
+    if call.mask_ids and sliced(call) and getattr(call, "weight", None) is not None:
         raise ValueError("mask_ids=True of a slice of the classes goes without class weights")
 
 

@@ -132,6 +132,13 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         f"SymInt ignore_index=-100, {LSE_SQUARE}) -> (Tensor loss, Tensor grad_ids, Tensor grad_lse)",
         None,
     ),
+    # The k classes with the largest logits, and the rank of the target in their order. With target_logit the logits are
+    # a slice of the classes, and the rank counts its columns before a target of this logit in any column.
+    "top_k": (
+        "(Tensor logits, int k, Tensor? target=None, Tensor? target_logit=None, *, SymInt ignore_index=-100, "
+        "float logit_scale=1.0) -> (Tensor ids, Tensor rank)",
+        None,
+    ),
     # Class probabilities as targets, (..., V) like the logits.
     "soft_cross_entropy_forward": (
         f"(Tensor logits, Tensor probabilities, Tensor? weight=None, bool check_target=True, *, {SOFT_OPTIONS}) "
@@ -208,8 +215,14 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
-        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, {MASK_IDS}, *, "
-        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, {MASK_IDS}, "
+        f"{SLICE}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        None,
+    ),
+    # The same of those k classes, and of the target behind them.
+    "linear_top_k": (
+        "(Tensor input, Tensor linear_weight, int k, Tensor? target=None, Tensor? linear_bias=None, *, "
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor ids, Tensor lse, Tensor entropy, Tensor rank)",
         None,
     ),
     # One pass with three matrix multiplications: a reduced loss, the losses and statistics of its rows, its gradients.
@@ -243,15 +256,15 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # grad_input over the ranks of the group. in_rank_order: the order of this sum does not depend on the row.
     "linear_cross_entropy_shard": (
         "(Tensor input, Tensor linear_weight, Tensor target, SymInt class_start, SymInt num_classes, "
-        f"Tensor? linear_bias=None, Tensor? weight=None, bool with_entropy=False, *, {OPTIONS}, {CHUNKING}) "
+        f"Tensor? linear_bias=None, Tensor? weight=None, bool with_entropy=False, {IDS}, *, {OPTIONS}, {CHUNKING}) "
         "-> Tensor stats",
         None,
     ),
     "linear_cross_entropy_shard_join": (
         "(Tensor input, Tensor linear_weight, Tensor target, Tensor gathered, SymInt class_start, SymInt num_classes, "
-        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool with_entropy=False, *, "
-        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='', bool in_rank_order=False) "
-        "-> (Tensor loss, Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy, Tensor lse_low)",
+        "Tensor? linear_bias=None, Tensor? weight=None, Tensor? gathered_input=None, bool with_entropy=False, "
+        f"{IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}, str group_name='', bool in_rank_order=False) -> (Tensor loss, "
+        "Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy, Tensor lse_low, Tensor at_ids)",
         None,
     ),
     # One chunk of rows, whose logits are kept. The caller's code runs between the first two: a gather of all ranks'
@@ -314,5 +327,5 @@ for _name, (_schema, _overwrites) in DECLARED.items():
 
 # Not in libxent_ops.so, and plain torch on a CPU: heads, whose loops over chunks are written in Python, and several
 # classes per row. A package for a process without Python takes heads from ``xent_ops.decompositions``.
-_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k_", "attach_")
+_PREFIXES = ("linear_", "token_logits", "ids_", "mask_ids", "row_targets", "top_k", "attach_")
 PYTHON_ONLY = frozenset(name for name in SCHEMAS if name.startswith(_PREFIXES))

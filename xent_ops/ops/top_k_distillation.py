@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference_top_k
+from ..kernels import reference_top_k_distillation
 from ..kernels.reductions import times
 from .contract import Call
 from .library import Gradients, autograd, operator
@@ -29,7 +29,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> Gradients:
 
 operator(
     "top_k_distillation",
-    reference=reference_top_k.top_k_distillation,
+    reference=reference_top_k_distillation.top_k_distillation,
     results={
         "loss": ("=at_ids", "...", ""),
         "grad_ids": ("=at_ids", "... K", ""),

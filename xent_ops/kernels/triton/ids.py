@@ -156,7 +156,7 @@ def top_k_kernel(
     WIDTH: tl.constexpr,  # K, rounded up to a power of two
     STEP: tl.constexpr,  # ids that are compared with all others at a time
 ):
-    """One program a row: reference_top_k.top_k_distillation."""
+    """One program a row: reference_top_k_distillation.top_k_distillation."""
     ACC: tl.constexpr = tl.float64 if loss_ptr.dtype.element_ty == tl.float64 else tl.float32
     row = tl.cast(tl.program_id(0), tl.int64)
     position = tl.arange(0, WIDTH)

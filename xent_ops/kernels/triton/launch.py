@@ -14,6 +14,7 @@ from . import (  # noqa: F401
     launch_reduce,
     launch_shard,
     launch_soft,
+    launch_top_k,
     launch_with_grad,
 )
 from .common import LAUNCHERS

@@ -10,7 +10,7 @@ from triton import next_power_of_2
 
 from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
-from ..reference_top_k import most
+from ..reference_top_k_distillation import most
 from ..rows import dense_like
 from ..sizes import size_hint
 from .cached import Launch

@@ -19,6 +19,7 @@ from ..checks import weight_needs_grad
 from ..contract import Call
 from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
 from ..rules import check_targets
+from ..token_logits import upstream
 from .operators import by_name, mask_of
 
 
@@ -26,23 +27,24 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     if needs_grad(ctx, "weight"):
         weight_needs_grad()
     ctx.mask = mask_of(ctx)
-    _loss, lse, target_weight, lse_coefficient, entropy, lse_low = output
-    ctx.mark_non_differentiable(target_weight, lse_coefficient, lse_low, *(() if call.with_entropy else (entropy,)))
+    loss, lse, target_weight, lse_coefficient, entropy, lse_low, at_ids = output
+    constants = (*(() if call.with_entropy else (entropy,)), at_ids if call.ids is None else loss)
+    ctx.mark_non_differentiable(target_weight, lse_coefficient, lse_low, *constants)
     ctx.group_name, ctx.scattered = call.group_name, call.gathered_input is not None
     ctx.world, ctx.in_rank_order = call.gathered.shape[0], call.in_rank_order
     results = {"lse": lse, "lse_low": lse_low, "lse_coefficient": None if call.weight is None else lse_coefficient}
     results["entropy"] = entropy if call.with_entropy else None
     results["input"] = call.gathered_input if ctx.scattered else call.input
-    save_for(ctx, "linear_cross_entropy_backward", call, **results)
+    backward = "linear_cross_entropy_backward" if call.ids is None else "linear_token_logits_backward"
+    save_for(ctx, backward, call, at_ids=None if call.ids is None else at_ids, **results)
 
 
-def _backward(
-    ctx: Any, grad_loss: Any, grad_lse: Any, _weight: None, _lse_coefficient: None, grad_entropy: Any, *_: None
-) -> Gradients:
-    gradients = by_name(
-        ctx.mask,
-        run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=ctx.mask),
-    )
+def _backward(ctx: Any, grad_loss: Any, grad_lse: Any, *grads: Any) -> Gradients:
+    _target_weight, _lse_coefficient, grad_entropy, _lse_low, grad_ids = grads
+    updates = {"grad_lse": grad_lse, "grad_entropy": grad_entropy}
+    if ctx.kept[0] == "linear_token_logits_backward":
+        updates = upstream(ctx, grad_ids, grad_lse, grad_entropy)
+    gradients = by_name(ctx.mask, run_backward(ctx, grad_loss, **updates, output_mask=ctx.mask))
     total = gradients.get("input")
     if total is not None and ctx.group_name:
         gradients["input"] = _sum_over_ranks(total, ctx)
@@ -74,6 +76,10 @@ def _rows_owner(call: Call) -> Tensor:
     return call.input if call.gathered_input is None else call.gathered_input
 
 
+def _shape_of_ids(call: Call) -> tuple[int, ...]:
+    return (0,) if call.ids is None else call.ids.shape
+
+
 def _gathered_input(call: Call) -> None:
     if call.gathered_input is not None:
         expected = torch.Size((call.gathered_input.shape[0], *call.input.shape))
@@ -94,6 +100,7 @@ operator(
     arguments={"gathered_input": ("=input", "... H", "the inputs of all ranks")},
     rows_of=_rows_owner,
     rules=(_gathered_input,),
+    results={"at_ids": ("acc", _shape_of_ids, "")},
     calls_operators=True,
 )
 autograd("linear_cross_entropy_shard_join", _backward, _save)

@@ -1,0 +1,303 @@
+"""A teacher's top k, with and without a tail, from hidden states and from logits."""
+
+import math
+
+import pytest
+import torch
+from helpers.covering import covering
+from helpers.graphs import AotEagerAndRecordGraphs, operator_names
+from test_several_classes import DTYPES, OPTIONS, H, K, N, V, activated, factors_of, problem
+
+import xent_ops
+
+top_k = xent_ops.linear_top_k_distillation_loss
+
+
+def soft_expected(x, head, ids, probs, tail, z, reduction, token_weight=None):
+    logits = (x @ head.t()).double()
+    log_q, lse, counted = logits.log_softmax(-1), logits.logsumexp(-1), ids != -100
+    dense = torch.zeros_like(logits).scatter_add(1, ids.clamp(min=0), torch.where(counted, probs.double(), 0.0))
+    named = torch.zeros_like(logits, dtype=torch.int64).scatter_add(1, ids.clamp(min=0), counted.long()) > 0
+    loss = -(dense * log_q).sum(-1) + z * lse.square()
+    if tail:
+        loss = loss - (1 - dense.sum(-1)) * torch.where(named, 0.0, log_q.exp()).sum(-1).log()
+    rows = counted.any(-1)
+    weight = rows.double() if token_weight is None else torch.where(rows, token_weight.double(), 0.0)
+    loss = torch.where(rows, loss, 0.0) * weight
+    return loss if reduction == "none" else loss.sum() / (weight.sum() if reduction == "mean" else 1.0)
+
+
+@pytest.mark.parametrize(
+    "reduction, tail, z, weighted, skip_ignored",
+    covering(["mean", "sum", "none"], [False, True], [0.0, 0.1], [False, True], [False, True]),
+    ids=str,
+)
+def test_top_k(device, tail, z, reduction, weighted, skip_ignored):
+    x, head, _, ids, probs = problem(device)
+    token_weight = factors_of(device)[1] if weighted else None
+    wanted = soft_expected(x, head, ids, probs, tail, z, reduction, token_weight)
+    how = {"reduction": reduction, "lse_square_scale": z, "token_weight": token_weight, "skip_ignored": skip_ignored}
+    loss = top_k(x, head, ids, probs, tail=tail, chunk_rows=4, **how)
+    del how["skip_ignored"]
+    of_logits = xent_ops.top_k_distillation_loss(x @ head.t(), ids, probs, tail=tail, **how)
+    with torch.no_grad():
+        torch.testing.assert_close(top_k(x, head, ids, probs, tail=tail, **how), wanted)
+    for value in (loss, of_logits):
+        torch.testing.assert_close(value, wanted)
+        grads = (torch.autograd.grad(one.sum(), (x, head), retain_graph=True) for one in (value, wanted))
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_one_class_with_probability_one_is_the_loss_of_class_indices(device, reduction, dtype):
+    x, head, bias, ids, _ = problem(device, dtype)
+    ids = ids[:, :1]
+    values = [
+        function(x, head, target, *more, linear_bias=bias, reduction=reduction, chunk_rows=4)
+        for function, target, *more in (
+            (xent_ops.linear_cross_entropy, ids[:, 0]),
+            (top_k, ids, torch.ones(N, 1, device=device)),
+        )
+    ]
+    torch.testing.assert_close(*values)
+    grads = [torch.autograd.grad(value.sum(), (x, head, bias)) for value in values]
+    for grad, right in zip(*grads, strict=True):
+        assert (grad.double() - right.double()).norm() <= 4 * torch.finfo(dtype).eps * right.double().norm()
+
+
+def test_the_tail(device):
+    """Least where the named classes have their probabilities; probabilities above one in all are NaN."""
+    x, head, _, ids, _ = problem(device)
+    ids = ids[5:]
+    with torch.no_grad():
+        probs = (x[5:] @ head.t()).softmax(-1).gather(1, ids)
+    loss = top_k(x[5:], head, ids, probs, tail=True)
+    for grad in torch.autograd.grad(loss, (x, head)):
+        assert grad.abs().max() < 1e-12
+    truncated = top_k(x[5:], head, ids, probs)
+    assert torch.autograd.grad(truncated, x)[0].abs().max() > 1e-3
+    assert_more_than_one(lambda: top_k(x[5:], head, ids, probs + 0.5, tail=True), device)
+
+
+def assert_more_than_one(loss, device):
+    """Probabilities that leave no tail: an error on a CPU; elsewhere, and in a compiled step, NaN."""
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"probs of a row add up to \d.*; expected at most 1.0.*: with tail=True"):
+            loss()
+    else:
+        assert loss().isnan()
+    assert torch.compile(loss, backend="aot_eager", fullgraph=True)().isnan()
+
+
+DISTANCES = (-3e4, -150.0, -88.7, -80.0, 80.0, 88.7, 150.0, 3e4)  # of the named classes from the others
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 400.0}, {"logit_scale": -1.0}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tail_is_right_at_every_distance(device, dtype, options):
+    """Neither the named classes nor the others underflow or are clamped; a row of each distance, in three products."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(DISTANCES), 32, generator=generator).round()
+    x[:, :2] += torch.tensor(DISTANCES).unsqueeze(-1)
+    x = (x * options.get("logit_scale", 1.0)).to(device, dtype).requires_grad_()
+    ids = torch.tensor([[0, 1]], device=device).expand(len(DISTANCES), 2)
+    probs = torch.tensor([[0.5, 0.3]], device=device).expand(len(DISTANCES), 2)
+    wanted_x = x.detach().double().requires_grad_()
+    log_q = activated(wanted_x, **options).log_softmax(-1)
+    wanted = -(log_q[:, :2] * probs.double()).sum(-1) - (1 - probs.double().sum(-1)) * log_q[:, 2:].logsumexp(-1)
+    (right,) = torch.autograd.grad(wanted.sum(), wanted_x)
+    step = 5e-5 if "softcap" in options else 1e-6  # float32 of 400 tanh(x / 400)
+    for reduction in ("none", "sum"):
+        how = {"tail": True, "reduction": reduction, **options}
+        for loss in (
+            top_k(x, torch.eye(32, device=device, dtype=dtype), ids, probs, **how),
+            xent_ops.top_k_distillation_loss(x, ids, probs, **how),
+        ):
+            expected = wanted if reduction == "none" else wanted.sum()
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=step)
+            (grad,) = torch.autograd.grad(loss.sum(), x)
+            far = (grad.double() - right).norm(dim=-1) / right.norm(dim=-1)
+            assert far.max() < max(torch.finfo(dtype).eps, 4 * step), far
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_class_with_narrow_weights(device, dtype):
+    """Probability times weight of a token is not rounded to 16 bits."""
+    x, head, _, ids, _ = problem(device, torch.float32)
+    probs, weight = (torch.linspace(*ends, N, device=device).to(dtype) for ends in ((0.3, 0.9), (0.5, 1.7)))
+    losses = [
+        top_k(x, head, ids[:, :1], p.unsqueeze(-1), token_weight=w)
+        for p, w in ((probs, weight), (probs.float(), weight.float()))
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounded_probabilities_add_up_to_more_than_one(device, dtype):
+    """A teacher's top k that hold nearly everything, in its dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (512, 64))
+    probs, ids = (8 * torch.randn(512, 64, generator=generator)).softmax(-1).topk(16)
+    probs = (probs.to(dtype) / probs.to(dtype).sum(-1, keepdim=True)).to(device)
+    if dtype == torch.bfloat16:
+        assert probs.double().sum(-1).max() > 1.002
+    for reduction in ("mean", "none"):
+        loss = top_k(x, head, ids.to(device), probs, tail=True, reduction=reduction)
+        assert loss.isfinite().all()
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss.sum(), (x, head)))
+    over = (1 + 2 * max(torch.finfo(dtype).eps, 1e-3)) * probs[:1]
+    assert_more_than_one(lambda: top_k(x[:1], head, ids[:1].to(device), over, tail=True), device)
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_log_probabilities_are_refused(device, places):
+    """In words on a CPU; elsewhere, and in a compiled step, they give NaN."""
+    x, head, _, ids, probs = problem(device, torch.float32)
+    ids, wrong = ids[:, :places], (probs + 0.1)[:, :places].log()
+
+    def loss(tail=False):
+        return top_k(x, head, ids, wrong, tail=tail)
+
+    for tail in (False, True):
+        if device == "cpu":
+            with pytest.raises(ValueError, match=r"probs has -\d.* pass probs.exp\(\) of log-prob"):
+                loss(tail)
+        else:
+            assert loss(tail).isnan()
+        assert torch.compile(loss, backend="aot_eager", fullgraph=True)(tail).isnan()
+
+
+@pytest.mark.parametrize(
+    "name, probability, reduction", covering(OPTIONS, [1e-4, 1e-7, 1e-12, 1e-30], ["mean", "none"]), ids=str
+)
+def test_the_tail_keeps_its_digits(device, name, probability, reduction):
+    """However little the student gives to the other classes. Logits are exact: the head is an identity."""
+    options, factor = OPTIONS[name], {"plain": 1.0, "softcap": 1 / 0.7, "negative": -1 / 1.5}[name]
+    if name == "softcap":
+        options = {"softcap": 60.0, "logit_scale": 0.7}
+    _, _, _, ids, probs = problem(device, torch.float32)
+    z = torch.randn(N, V, generator=torch.Generator().manual_seed(3)).to(device)
+    named = torch.zeros(N, V, dtype=torch.bool, device=device).scatter(1, ids.clamp(min=0), ids != -100)
+    x = (factor * torch.where(named, z - math.log(probability), z)).requires_grad_()
+    head = torch.eye(V, device=device).requires_grad_()
+    exact = x.double().detach().requires_grad_()
+    log_q = activated(exact, **options).log_softmax(-1)
+    dense = torch.zeros_like(log_q).scatter_add(1, ids.clamp(min=0), torch.where(ids == -100, 0.0, probs.double()))
+    left = 1 - dense.sum(-1)
+    log_tail = torch.where(named, -math.inf, log_q).logsumexp(-1)
+    assert probability < 1e-10 or (log_tail[ids[:, 0] != -100] < math.log(100 * probability)).all()
+    rows = -(dense * log_q).sum(-1) - left * log_tail
+    wanted = torch.where((ids == -100).all(-1), 0.0, rows)
+    made = top_k(x, head, ids, probs, tail=True, reduction=reduction, chunk_rows=4, **options)
+    if reduction == "mean":
+        wanted = wanted.sum() / (ids != -100).any(-1).sum()
+    torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=0)
+    grads = (torch.autograd.grad(value.sum(), leaf)[0].double() for value, leaf in ((made, x), (wanted, exact)))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["", "softcap"])
+def test_every_class_is_named(device, options):
+    """Of probabilities that leave something, as rounding does: finite, and the tail passes nothing back."""
+    x, head = torch.randn(3, H, device=device, requires_grad=True), torch.randn(K, H, device=device, requires_grad=True)
+    ids, probs = torch.arange(K, device=device).expand(3, K), torch.full((3, K), 0.249, device=device)
+    for reduction in ("mean", "none"):
+        losses = [top_k(x, head, ids, probs, tail=tail, reduction=reduction, **options) for tail in (True, False)]
+        assert losses[0].isfinite().all()
+        torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), (x, head)) for loss in losses))
+
+
+def test_nearly_everything_is_named(device):
+    """The probability of the rest is below float32's step at one: no infinity, no NaN."""
+    x, head = torch.tensor([[30.0]], device=device, requires_grad=True), torch.tensor([[1.0], [0.0]], device=device)
+    head.requires_grad_()
+    ids, probs = torch.tensor([[0]], device=device), torch.tensor([[0.9]], device=device)
+    loss = top_k(x, head, ids, probs, tail=True)
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (x, head)))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(device, backend):
+    """A teacher's top k with its tail, the tenth published loss: one graph, the numbers of eager, three products."""
+    x, head, _, ids, probs = problem(device, torch.float32)
+
+    def step(x, head, ids, probs):
+        return top_k(x.sin(), head, ids, probs, tail=True, chunk_rows=5)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=False)
+    losses = compiled(x, head, ids, probs), step(x, head, ids, probs)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, (x, head)) for loss in losses))
+
+
+@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
+def test_the_graph(device, tail):
+    """The open loop; the backward has no product."""
+    x, head, _, ids, probs = problem(device, torch.float32)
+    graphs = AotEagerAndRecordGraphs()
+
+    def step(x, head):
+        return top_k(x, head, ids, probs, tail=tail)
+
+    torch.compile(step, fullgraph=True, backend=graphs)(x, head).backward()
+    names = [name for gm in graphs.fw_graphs + graphs.bw_graphs for name in operator_names(gm)]
+    ours = [name.removeprefix("xent.").removesuffix(".default") for name in names if name.startswith("xent.")]
+    forward = ["row_targets", "linear_cross_entropy_chunk", "top_k_distillation", "attach_gradients"]
+    assert ours == forward + ["linear_scale_grad"] * 2
+    assert not any("mm" in name for name in names)
+
+
+def test_errors(device):
+    x, head, _, ids, probs = problem(device, torch.float32)
+    divisor = torch.ones((), device=device, requires_grad=True)
+    for error, text, *tensors, options in (
+        (ValueError, r"probs has shape \(9, 3\); expected \(9, 4\), a probability", ids, probs[:, :3], {}),
+        (RuntimeError, "probs requires grad", ids, probs.clone().requires_grad_(), {}),
+        (TypeError, "ids has dtype torch.float32; expected one of int64", probs.float(), ids, {}),
+        (TypeError, "probs must be a torch.Tensor", ids, 0.5, {}),
+        (TypeError, "tail must be", ids, probs, {"tail": "yes"}),
+        (ValueError, r"ids has shape \(9,\); expected 2 dimensions, \(..., K\)", ids[:, 0], probs[:, 0], {}),
+        (ValueError, r"has shape \(9, 0\): no class a row", ids[:, :0], probs[:, :0], {}),
+        (ValueError, "num_items_in_batch is 0 where all", ids, probs, {"reduction": "sum", "divisor": 0}),
+        (ValueError, r"token_weight has shape \(8,\)", ids, probs, {"token_weight": torch.ones(8, device=device)}),
+        *((RuntimeError, "divisor requires grad", ids, probs, {"reduction": "sum", "divisor": divisor, "tail": tail})
+          for tail in (False, True)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            top_k(x, head, *tensors, **options)
+        if text != "divisor requires grad":
+            with pytest.raises(error, match=text):
+                xent_ops.top_k_distillation_loss(x @ head.t(), *tensors, **options)
+
+
+def test_other_losses_name_the_function(device):
+    """target_probs and tail were arguments of linear_cross_entropy once."""
+    x, head, _, ids, probs = problem(device, torch.float32)
+    module = xent_ops.LinearCrossEntropyLoss(tied_weight=torch.nn.Parameter(head))
+    ranks = xent_ops.distributed.vocab_parallel_linear_cross_entropy
+    for name, call in (
+        ("linear_top_k_distillation_loss", lambda **old: xent_ops.linear_cross_entropy(x, head, ids, **old)),
+        ("linear_top_k_distillation_loss", lambda **old: module(x, ids, **old)),
+        ("vocab_parallel_linear_top_k_distillation_loss", lambda **old: ranks(x, head, ids, num_classes=V, **old)),
+        ("top_k_distillation_loss", lambda **old: xent_ops.cross_entropy(x, ids, **old)),
+    ):
+        for old in ({"target_probs": probs}, {"tail": True}):
+            with pytest.raises(TypeError, match=rf"unexpected keyword argument '{next(iter(old))}'; use .*{name}"):
+                call(**old)
+    with pytest.raises(TypeError, match="'target_probs'; pass probs="):
+        top_k(x, head, ids, target_probs=probs)
+    with pytest.raises(TypeError, match="'target'; pass ids="):
+        top_k(x, head, probs=probs, target=ids)
+    with pytest.raises(ValueError, match=r"fn returned shape \(2, \d+\) for 2 tokens; .*add up over its K classes"):
+        xent_ops.linear_token_loss(x, head, ids, lambda stats: -stats.log_probs)
+
+
+def test_of_dtensors_is_refused(device):
+    x, head, _, ids, probs = problem(device, torch.float32)
+
+    class LikeDTensor(torch.Tensor):
+        device_mesh = None
+
+    with pytest.raises(NotImplementedError, match=r"xent_ops.linear_top_k_distillation_loss of DTensors"):
+        top_k(x.detach().as_subclass(LikeDTensor), head, ids, probs)

@@ -1,0 +1,77 @@
+"""Launcher of the k largest classes of a row; see launch.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from .. import reference_top_k
+from ..options import DEFAULTS, RowOptions
+from ..rows import dense_like, dense_rows
+from ..sizes import size_hint
+from .cached import Launch
+from .common import Run, Strides, launcher, new_tensor, row_layout
+from .top_k import block_keys_kernel, choose_kernel, order_kernel
+
+_WIDTH = 2048  # columns of a tile: 16 a thread
+_MOST_CANDIDATES = 16384  # of one program
+_MOST_ORDERED = 1024
+_PAIRS = 4096  # pairs of columns that are compared at a time: 16 registers a thread
+# The highest bits of a key without the sign. Those of a 16-bit logit end in zeros.
+_STEPS = {torch.bfloat16: 15, torch.float16: 18, torch.float32: 31}
+
+
+@launcher
+def top_k(
+    logits: Tensor,
+    k: int,
+    target: Tensor | None = None,
+    target_logit: Tensor | None = None,
+    *,
+    options: RowOptions = DEFAULTS,
+) -> Run:
+    classes, (number, strides, as_rows, _) = logits.shape[-1], row_layout(logits)
+    if size_hint(number) == 0 or logits.dtype == torch.float64:
+        return functools.partial(reference_top_k.top_k, options=options)
+    block, order = reference_top_k.block_of(classes, k), {"INCREASING": options.is_increasing}
+    blocks = -(-classes // block)
+    by_kernels = 0 < k <= _MOST_ORDERED and max(blocks, k * block) <= _MOST_CANDIDATES
+    new_ids = new_tensor((*logits.shape[:-1], k), torch.int64, logits.device)
+    new_rank = new_tensor((0,) if target is None else logits.shape[:-1], torch.int64, logits.device)
+    new_keys, new_chosen = (new_tensor((number, size), torch.int32, logits.device) for size in (blocks, k))
+    flags = {"WITH_RANK": target is not None, "OWN": target_logit is not None, "WIDTH": _WIDTH, "BLOCK": block}
+    numbers = (classes, blocks, *strides, options.ignore_index)
+    launch_keys = Launch(block_keys_kernel, number, *numbers, **order, **flags, num_warps=4, num_stages=3)
+
+    def choose(columns: int, candidates: int, strides: Strides, block: int) -> Launch:
+        size = next_power_of_2(candidates)
+        tiling = {"BLOCK": block, "SIZE": size, "num_warps": min(max(size // 512, 1), 16), "num_stages": 1}
+        numbers = (columns, candidates, k, *strides)
+        return Launch(choose_kernel, number, *numbers, **order, **tiling, STEPS=_STEPS[logits.dtype])
+
+    if by_kernels:
+        choose_blocks = choose(blocks, blocks, dense_rows((0, blocks)), 0)
+        choose_ids, size = choose(classes, k * block, strides, block), next_power_of_2(k)
+        tiling = {"SIZE": size, "STEP": max(min(_PAIRS // size, size), 1), "num_warps": 8 if size >= 64 else 1}
+        launch_order = Launch(order_kernel, number, k, *strides, **order, **tiling, num_stages=1)
+    as_target, as_own = (None if one is None else dense_like(one) for one in (target, target_logit))
+
+    def run(logits: Tensor, k: int, target: Tensor | None = None, own: Tensor | None = None) -> Any:
+        rows, keys, rank = as_rows(logits), new_keys(), new_rank()
+        targets = keys if target is None or as_target is None else as_target(target)
+        own_logits = rows if own is None or as_own is None else as_own(own)
+        if by_kernels or target is not None:
+            launch_keys(rows, targets, own_logits, keys, rank)
+        if not by_kernels:
+            return reference_top_k.top_k(logits, k, options=options)[0], rank
+        best, chosen, ids = new_chosen(), new_chosen(), new_ids()
+        choose_blocks(keys, keys, best)
+        choose_ids(rows, best, chosen)
+        launch_order(rows, chosen, ids)
+        return ids, rank
+
+    return run

@@ -1,0 +1,59 @@
+"""The k largest classes of each row; of a head with their x, whose gradient is that of several classes a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..head import top_k
+from ..kernels import reference_top_k
+from . import checks
+from .contract import Call
+from .library import Gradients, autograd, operator, run_backward, save_for
+from .linear.operators import by_name, mask_of
+from .rules import check_targets, width
+from .token_logits import upstream
+
+
+def _classes(call: Call) -> tuple[int, ...]:
+    with_target = hasattr(call, "input") and call.target is not None
+    return *call.primary.shape[:-1], call.k + with_target
+
+
+def _rank(call: Call) -> tuple[int, ...]:
+    return (0,) if call.target is None else call.primary.shape[:-1]
+
+
+_RESULTS = {"at_ids": ("acc", _classes, ""), "ids": ("int64", _classes, ""), "rank": ("int64", _rank, "")}
+
+
+def _rule(call: Call) -> None:
+    checks.top_k(call.k, width(call), least=int(hasattr(call, "input")))  # without any: the rank alone
+    if getattr(call, "target_logit", None) is not None and call.target is None:
+        raise ValueError("target_logit is the logit of a target: pass target too")
+    if getattr(call, "label_smoothing", 0.0) != 0.0:
+        raise ValueError(f"label_smoothing is for one target a row: expected 0.0, got {call.label_smoothing}")
+    checks.refuse_products_of_ids(getattr(call, "products", None))
+
+
+def _check_columns(call: Call) -> None:
+    if call.target_logit is None:
+        check_targets(call)
+
+
+def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
+    at_ids, ids, lse, entropy, rank = output
+    ctx.mark_non_differentiable(ids, rank)
+    save_for(ctx, "linear_token_logits_backward", call, at_ids=at_ids, ids=ids, lse=lse, entropy=entropy)
+
+
+def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, _rank: None) -> Gradients:
+    mask, grads = mask_of(ctx), upstream(ctx, grad_at_ids, grad_lse, grad_entropy)
+    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
+
+
+_shared: dict[str, Any] = {"results": _RESULTS, "rules": (_rule,)}
+operator("top_k", reference=reference_top_k.top_k, check_values=_check_columns, **_shared)
+operator("linear_top_k", reference=top_k.statistics, check_values=check_targets, calls_operators=True, **_shared)
+autograd("linear_top_k", _backward, _save)
