@@ -120,8 +120,8 @@ def linear_distillation_token_loss(
         checks.same_shape("target", call.target.shape, rows_of[0], "a class index for each row of the input")
     else:
         heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
-        keywords = {"accumulate_dtype": accumulate_dtype, "logits_dtype": logits_dtype, **spec.keywords()}
-        refuse("linear_divergences_forward", *heads, **keywords)
+        of_chunks = {"accumulate_dtype": accumulate_dtype, "logits_dtype": logits_dtype, "chunk_rows": chunk_rows}
+        refuse("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
     learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
     function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher)
     call = call._replace(

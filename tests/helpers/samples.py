@@ -124,7 +124,7 @@ def _target(name: str, shape: Sequence[int], ignore_index: int, problem: Problem
     classes = classes[..., :1].expand(shape).clone() if problem.apart and shape else classes
     if name == "ids" and classes.numel():
         classes[..., -1] = classes[..., 0]
-    if classes.numel() > 3 and not problem.apart and name != "classes":
+    if classes.numel() > 3 and not problem.apart:
         classes.view(-1)[3:5] = ignore_index
     return classes
 
@@ -135,6 +135,8 @@ def _tensor(name: str, argument: str, kind: str, values: dict[str, Any], problem
     wide = accumulator(torch.empty(0, dtype=own))
     if like == "index":
         sizes = [*(problem.rows if shape.rows else ()), *map(problem.size, shape.behind)]
+        if argument == "classes":  # all different
+            return torch.arange(sizes[0], device=problem.device).flip(0)
         return _target(argument, sizes, values.get("ignore_index", -100), problem)
     if like == "int32":
         return torch.tensor(3, dtype=torch.int32, device=problem.device)
