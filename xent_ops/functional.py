@@ -5,6 +5,8 @@ The formulas are in kernels/reference.py, the contract of the operators in docs/
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -133,26 +135,33 @@ def cross_entropy(
     arguments.optional("token_weight", token_weight)
     if inplace_backward and not grad_in_forward:
         refuse_token_weight("inplace_backward=True without grad_in_forward=True", token_weight)
-    if is_dtensor(input):
-        from .distributed import tensor  # for DTensors only: this import is slow
-
-        for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
-            if value:
-                raise ValueError(f"{name}=True is not supported for DTensor logits")
-        return tensor.cross_entropy(input, target, weight, loss, dim, token_weight)
-    if is_dtensor(target):
-        raise TypeError("target is a DTensor but the logits are not; both must be, or neither")
-    if is_dtensor(weight):
-        raise TypeError(
-            "weight is a DTensor but the logits are not: pass DTensor logits, or the weights of all classes as a plain "
-            "tensor, weight.full_tensor()"
-        )
     is_soft = target.dim() == input.dim() > 0
     logits = classes_last(input, dim, apart=not (is_soft or inplace_backward or grad_in_forward))
     target = classes_last(target, dim, "target") if is_soft and target.is_floating_point() else target
+    if is_dtensor(input, target, weight, token_weight):
+        for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
+            if value:
+                raise ValueError(f"{name}=True is not supported for DTensor logits")
+        target, token_weight, weight = _beside(logits, target, token_weight, weight)
     if not is_soft:
         arguments.suggest_dim(input, target, dim)
     return loss_of_logits(logits, target, weight, loss, token_weight, inplace_backward, grad_in_forward)
+
+
+def _beside(
+    logits: Tensor, target: Tensor, token_weight: Tensor | None = None, weight: Tensor | None = None
+) -> list[Any]:
+    """The arguments behind DTensor logits (..., C) as DTensors."""
+    for name, value in (("target", target), ("token_weight", token_weight), ("weight", weight)):
+        if is_dtensor(value) and not is_dtensor(logits):
+            raise TypeError(
+                f"{name} is a DTensor but the logits are not: pass DTensor logits, or all of it as a plain tensor, "
+                f"{name}.full_tensor()"
+            )
+    from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
+
+    at = layout.of_logits(logits)
+    return [*at.beside(target, token_weight), at.whole(weight)]
 
 
 def loss_of_logits(
@@ -309,11 +318,12 @@ def token_log_probs(
         >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
     transforms.refuse("xent_ops.token_log_probs")
-    refuse_dtensors("xent_ops.token_log_probs", input, target)
     arguments.tensors(input, target)
     rows = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).row_options
     logits = classes_last(input, dim)
     arguments.boolean("batch_invariant", batch_invariant)
+    if is_dtensor(input, target):
+        target, *_ = _beside(logits, target)
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:
         loss_or_at_ids, lse, entropy = torch.ops.xent.token_logits(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .kernels.options import HeadProducts, Reduction
-from .linear_call import bind, cross_entropy, statistics
+from .linear_call import bind, cross_entropy, placed, statistics
 from .ops import arguments, checks, transforms
-from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.dtensors import refuse_dtensors
 from .ops.library import differentiable
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
@@ -77,7 +77,7 @@ def linear_cross_entropy(
             and options. They do not depend on other rows, the number of rows, the row's place, padding, or eager and
             compiled, for one ``chunk_rows`` or none. It does not cover the head's gradients, which are sums over rows.
             All chunks get one shape, and the last one is filled up: this costs at most one chunk's products, also with
-            few rows. ``skip_ignored`` has no effect. Not with ``products`` or for DTensors. docs/reproducible.md lists
+            few rows. ``skip_ignored`` has no effect. Not with ``products``. docs/reproducible.md lists
             the conditions.
 
     Returns:
@@ -101,11 +101,7 @@ def linear_cross_entropy(
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
-    if is_dtensor(input, linear_weight, target, linear_bias, weight, token_weight):
-        from .distributed import linear_tensor  # for DTensors only: this import is slow
-
-        return linear_tensor.cross_entropy(call)
-    return cross_entropy(call)
+    return cross_entropy(placed(call))
 
 
 @arguments.named
@@ -204,11 +200,9 @@ def linear_token_log_probs(
         >>> log_probs, entropy, _ = xent_ops.linear_token_log_probs(hidden, weight, torch.randint(1000, (4,)))
         >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
-    name = "xent_ops.linear_token_log_probs"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, target)
+    transforms.refuse("xent_ops.linear_token_log_probs")
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True)
-    call = call.in_autocast_dtype()
+    call = placed(call).in_autocast_dtype()
     return log_probs_of_rows(*statistics(call, with_entropy=True), call.ids, call.loss.row_options)

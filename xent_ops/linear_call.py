@@ -11,6 +11,7 @@ from .head.loop import HeadSlice
 from .kernels.options import LossOptions, RowOptions
 from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
+from .ops.dtensors import is_dtensor
 from .ops.library import differentiable, refuse
 from .ops.linear import checks as linear_checks
 from .ops.linear import composite
@@ -84,6 +85,19 @@ def bind(
     checks.weight_without_grad(class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
+
+
+def placed(call: LinearCall) -> LinearCall:
+    """The call. Beside a DTensor input, targets and weights are DTensors too."""
+    head = call.head
+    if not is_dtensor(call.input, head.weight, call.target, head.bias, head.class_weight, call.token_weight):
+        return call
+    from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
+
+    at = layout.of_head(call.input, head.weight, head.bias)
+    target, token_weight, ids = at.beside(call.target, call.token_weight, call.ids)
+    head = head._replace(class_weight=at.whole(head.class_weight))
+    return call._replace(target=target, head=head, token_weight=token_weight, ids=ids)
 
 
 def refuse_call(call: LinearCall) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .kernels.options import HeadProducts, TokenReduction
 from .kernels.reference import accumulator
-from .linear_call import bind, refuse_call, rows_counted, statistics
+from .linear_call import bind, placed, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
@@ -98,11 +98,11 @@ def linear_token_loss(
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
     if is_dtensor(input, linear_weight, target, linear_bias):
-        from .distributed import linear_tensor  # for DTensors only: this import is slow
+        from .distributed import token_loss as over_ranks  # for DTensors only: this import is slow
 
         if call.ids is not None:
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
-        return linear_tensor.token_loss(call, fn, rows, check)
+        return over_ranks.of_dtensors(placed(call), fn, rows, check)
     call = call.in_autocast_dtype().as_sum()
     ignore_index = call.loss.row_options.ignore_index
     refuse_call(call)

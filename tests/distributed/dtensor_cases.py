@@ -100,15 +100,16 @@ def other_layouts(device):
 
 
 def refused_in_backward(device):
-    """What would give a wrong gradient: create_graph, and what the backward reads written in place after the loss."""
+    """A second derivative, and what the backward reads written in place after the loss."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     logits, target = torch.randn(8, V, device=device), torch.arange(8, device=device)
     for placement in (Shard(1), Shard(0), Replicate()):
         x = distribute_tensor(logits, mesh, [placement]).requires_grad_()
         for reduction in ("mean", "none"):
             loss = xent_ops.cross_entropy(x, target, reduction=reduction).sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
             with pytest.raises(RuntimeError, match=r"of DTensors, or .* has no second derivative"):
-                torch.autograd.grad(loss, x, create_graph=True)
+                grad.sum().backward()
         of_target = Shard(0) if placement == Shard(0) else Replicate()
         of_weight = Shard(0) if placement == Shard(1) else Replicate()
         for write in (
@@ -120,8 +121,14 @@ def refused_in_backward(device):
             y, labels = x * 1, distribute_tensor(target.clone(), mesh, [of_target])
             weight = distribute_tensor(torch.ones(V, device=device), mesh, [of_weight])
             loss = xent_ops.cross_entropy(y, labels, weight)
+            (before,) = torch.autograd.grad(loss, x, retain_graph=True)
+            old = weight.to_local().clone()
             with torch.no_grad():
                 write(y, labels, weight)
+            if of_weight == Shard(0) and not torch.equal(weight.to_local(), old):  # the loss has gathered them
+                (after,) = torch.autograd.grad(loss, x)
+                torch.testing.assert_close(after.to_local(), before.to_local())
+                continue
             with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
                 loss.backward()
 
@@ -145,6 +152,69 @@ def loss_without_a_gradient(device):
         assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)
 
 
+def log_probs(device):
+    """Log-probabilities, entropies and lse of rows, of classes or both sharded; several classes a row where ranks have
+    all of them; in inference mode too."""
+    generator = torch.Generator().manual_seed(3)
+    logits = realistic_logits(7, 3, V, dtype=torch.float64)
+    target = torch.randint(0, V, (7, 3), generator=generator)
+    several = torch.randint(0, V, (7, 3, 2), generator=generator)
+    target[0, 0] = several[0, 1, 1] = -100
+    up = torch.rand(7, 3, generator=generator, dtype=torch.float64)
+    for mesh, cases in meshes(device):
+        for placements, labels, how in itertools.product(
+            cases, (target, several), ({}, {"softcap": 30.0, "logit_scale": 0.5}, {"batch_invariant": True})
+        ):
+            if labels is several and any(placement.is_shard(2) or placement.is_shard(-1) for placement in placements):
+                continue
+            plain = logits.to(device).requires_grad_()
+            x = distribute_tensor(logits.to(device), mesh, placements).requires_grad_()
+            wanted = xent_ops.token_log_probs(plain, labels.to(device), **how)
+            found = xent_ops.token_log_probs(x, labels.to(device), **how)
+            for mine, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(mine.full_tensor(), theirs)
+            with torch.inference_mode():
+                for mine, theirs in zip(xent_ops.token_log_probs(x, labels.to(device), **how), wanted, strict=True):
+                    torch.testing.assert_close(mine.full_tensor(), theirs)
+
+            def scalar(values, factor, several=labels is not target):
+                log_probs = values.log_probs.sum(-1) if several else values.log_probs
+                return ((log_probs - 0.1 * values.entropy + 0.01 * values.lse) * factor).sum()
+
+            rows = found.lse.placements
+            (grad,) = torch.autograd.grad(scalar(found, distribute_tensor(up.to(device), mesh, rows)), x)
+            (expected,) = torch.autograd.grad(scalar(wanted, up.to(device)), plain)
+            assert grad.placements == x.placements
+            torch.testing.assert_close(grad.full_tensor(), expected)
+
+
+def without_gradients(device):
+    """A loss in no_grad and in inference mode, where composite operators reach DTensor's dispatch themselves."""
+    logits, target = torch.randn(8, V, device=device), torch.arange(8, device=device)
+    head = torch.randn(V, 4, device=device)
+    for mode in (torch.no_grad, torch.inference_mode):
+        for mesh, cases in meshes(device):
+            for placements in cases:
+                if any(placement.is_shard(1) and len(cases) > 3 for placement in placements):
+                    placements = [Shard(-1) if placement.is_shard(1) else placement for placement in placements]
+                if placements.count(Shard(-1)) > 1:
+                    continue
+                of_head = [Shard(0) if placement.is_shard(-1) else Replicate() for placement in placements]
+                of_input = [placement if placement.is_shard(0) else Replicate() for placement in placements]
+                with mode():
+                    x = distribute_tensor(logits, mesh, placements)
+                    for reduction in ("mean", "none"):
+                        loss = xent_ops.cross_entropy(x, target, reduction=reduction)
+                        wanted = xent_ops.cross_entropy(logits, target, reduction=reduction)
+                        torch.testing.assert_close(loss.full_tensor(), wanted)
+                        hidden = distribute_tensor(logits[:, :4], mesh, of_input)
+                        loss = xent_ops.linear_cross_entropy(
+                            hidden, distribute_tensor(head, mesh, of_head), target, reduction=reduction
+                        )
+                        wanted = xent_ops.linear_cross_entropy(logits[:, :4], head, target, reduction=reduction)
+                        torch.testing.assert_close(loss.full_tensor(), wanted)
+
+
 def rows_of_this_rank(device):
     """A plain target of a rank's own rows, whose shape is by chance that of logits without their last dimension."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -163,7 +233,7 @@ def what_is_communicated(device):
     logits, target = torch.randn(rows, V, device=device), torch.arange(rows, device=device)
     labels = distribute_tensor(target, mesh, [Shard(0)])
     x = distribute_tensor(logits, mesh, [Shard(0)]).requires_grad_()
-    for reduction, numbers in (("none", []), ("sum", [1]), ("mean", [2])):
+    for reduction, numbers in (("none", []), ("sum", [4]), ("mean", [4])):
         with Collectives() as mode:
             loss = xent_ops.cross_entropy(x, labels, reduction=reduction)
             torch.autograd.grad(loss, x, torch.ones_like(loss))
@@ -217,7 +287,7 @@ def refused(device):
         (split, target, {"grad_in_forward": True}, "grad_in_forward=True is not supported for DTensor"),
         (split, target[:3], {}, r"target has shape \(3,\); expected \(4,\)"),
         (split, target, {"weight": torch.ones(3, device=device)}, rf"weight has shape \(3,\); expected \({V},\)"),
-        (split, distribute_tensor(target, other, [Replicate()] * 2), {}, "both must be on one mesh"),
+        (split, distribute_tensor(target, other, [Replicate()] * 2), {}, "target lies on .*all must be on one mesh"),
         (split, split.detach(), {}, "class probabilities"),
         (split, target, {"dim": 2}, "dim=2 is not a dimension of input"),
         (split.unsqueeze(0).expand(3, 4, V), torch.zeros(3, 4, device=device).long(), {}, "want dim=-1"),
@@ -226,6 +296,9 @@ def refused(device):
     for logits, labels, keywords, text in bad:
         with pytest.raises((ValueError, TypeError), match=text):
             xent_ops.cross_entropy(logits, labels, **keywords)
-    for function in (xent_ops.cross_entropy_outputs, xent_ops.token_log_probs):
-        with pytest.raises(NotImplementedError, match=f"{function.__name__} of DTensors is not supported"):
-            function(split, target)
+    with pytest.raises(NotImplementedError, match="cross_entropy_outputs of DTensors is not supported"):
+        xent_ops.cross_entropy_outputs(split, target)
+    with pytest.raises(NotImplementedError, match=r"xent\.token_logits of DTensors whose classes are split"):
+        xent_ops.token_log_probs(split, target.unsqueeze(-1))
+    with pytest.raises(NotImplementedError, match=r"xent\.cross_entropy_shard of DTensors is not supported"):
+        torch.ops.xent.cross_entropy_shard(split, target, 0, V)

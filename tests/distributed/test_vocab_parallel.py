@@ -76,6 +76,8 @@ def test_cuda_graphs(pool, world, case):
     dtensor.other_layouts,
     dtensor.refused_in_backward,
     dtensor.loss_without_a_gradient,
+    dtensor.log_probs,
+    dtensor.without_gradients,
     dtensor.rows_of_this_rank,
     dtensor.what_is_communicated,
     dtensor.colwise_parallel,

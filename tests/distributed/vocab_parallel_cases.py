@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.covering import pairs
 from helpers.dispatch_log import Notes
+from torch.distributed.tensor import DTensor
 
 from xent_ops.distributed import vocab_parallel_cross_entropy
 from xent_ops.ops import transforms
@@ -27,6 +28,11 @@ class Collectives(Notes):
 
     def __init__(self):
         super().__init__(self._one)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # it runs first, and this mode sees what it calls
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod
     def _one(func, args, result):

@@ -7,6 +7,7 @@ before its product, and the input's gradient is reduce-scattered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,23 +68,43 @@ def loss(
     ranks: Ranks,
     *,
     scattered: bool = False,
-    sum_grad_input: bool = True,
 ) -> tuple[Tensor, list[RowValues]]:
-    """(the mean or the sum, constant values of each chunk's rows). At least one of input, weight, bias requires grad.
-
-    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
-    """
+    """(the mean or the sum, constant values of each chunk's rows). Input, weight or bias requires grad."""
     input, head, options, divisor = call.input, call.head, call.loss, call.divisor
     if divisor is not None and divisor.requires_grad:
         checks.divisor_needs_grad()
-    dtype, parts = reference.accumulator(input), ranks.world if scattered else 1
+    dtype = reference.accumulator(input)
     class_weights = None if head.class_weight is None else _class_weights(target, head, options, dtype)
     divisors = _divisors(target, head, ranks, options, divisor, dtype, token_weight, class_weights)
     row_weight = None
     if class_weights is not None and input.dtype == torch.float16:
         row_weight = _summed_class_weights(class_weights, head, ranks, options)
     split = float16.split_loss(input.dtype, divisors, target, token_weight, loss=options, row_weight=row_weight)
-    one = divisors.new_ones(())
+    loop_args = (ranks, split, loop.wanted_gradients(input, head))
+    row_values, chunk_args, gradients = rows_and_gradients(call, target, token_weight, *loop_args, scattered=scattered)
+    all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
+    targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
+    value = reduced(all_rows, targets, options, divisor, *weights)
+    return loop.value(value, input, head, gradients, split, ranks.rank if scattered else None), row_values
+
+
+def rows_and_gradients(
+    call: LinearCall,
+    target: Tensor,
+    token_weight: Tensor | None,
+    ranks: Ranks,
+    split: float16.Split,
+    output_mask: Sequence[bool],
+    *,
+    scattered: bool = False,
+    sum_over_ranks: bool = True,
+) -> tuple[list[RowValues], list[tuple[Tensor, ...]], loop.Gradients]:
+    """(values of each chunk's rows, their targets and token weights if there are some, gradients of all rows).
+
+    Arguments are those of ``loss`` and of head/loop.py.
+    """
+    input, head, options, parts = call.input, call.head, call.loss, ranks.world if scattered else 1
+    one, dtype = split.divisors.new_ones(()), split.divisors.dtype
     token_weight, weights_of_chunks, shares = (
         None if rows is None else rows.to(dtype).reshape(parts, -1)
         for rows in (token_weight, None if split.shares is None else split.token_weight, split.shares)
@@ -102,13 +123,9 @@ def loss(
 
     collectives = Collectives(ranks)
     steps = loop.CrossEntropySteps(head, options, upstream, collectives)
-    loop_args = (steps, (input,), target, head, collectives, loop.wanted_gradients(input, head))
-    layout: dict[str, Any] = {"scattered": scattered, "sum_over_ranks": sum_grad_input, "shares": shares}
-    gradients = loop.run_loop(*loop_args, options.row_options.ignore_index, **layout)
-    all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
-    targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
-    value = reduced(all_rows, targets, options, divisor, *weights)
-    return loop.value(value, input, head, gradients, split, ranks.rank if scattered else None), row_values
+    loop_args = (steps, (input,), target, head, collectives, output_mask)
+    layout: dict[str, Any] = {"scattered": scattered, "sum_over_ranks": sum_over_ranks, "shares": shares}
+    return row_values, chunk_args, loop.run_loop(*loop_args, options.row_options.ignore_index, **layout)
 
 
 def _divisors(

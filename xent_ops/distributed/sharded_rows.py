@@ -24,14 +24,10 @@ def sharded_rows(
     ranks: Ranks,
     loss: LossOptions,
     gathered_input: Tensor | None = None,  # (ranks, *input.shape), with sequence_parallel
-    sum_grad_input: bool = True,
     with_entropy: bool = False,
     ids: Tensor | None = None,  # (..., K), several classes of all rows
 ) -> tuple[RowValues, Tensor]:
-    """(the values of each row of the target, with ids x of them for a loss; the entropies if ``with_entropy``).
-
-    Without ``sum_grad_input`` the gradient is this rank's part of the sum.
-    """
+    """(the values of each row of the target, with ids x of them for a loss; the entropies if ``with_entropy``)."""
     weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
     options = {**chunking.keywords(), **loss.row_options.keywords()}
     rows = input if gathered_input is None else gathered_input
@@ -59,7 +55,7 @@ def sharded_rows(
         with_entropy,
         ids,
         accumulate_dtype=accumulate_dtype,
-        group_name=ranks.name if sum_grad_input and ranks.world > 1 else "",
+        group_name=ranks.name if ranks.world > 1 else "",
         in_rank_order=ranks.in_rank_order,
         **options,
     )

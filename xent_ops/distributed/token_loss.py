@@ -6,21 +6,22 @@ collectives are the same as in linear.py, with 4 numbers a row if the function r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
-from ..linear_call import LinearCall, bind
+from ..linear_call import LinearCall, bind, statistics
 from ..ops import arguments, checks, transforms
 from ..token_function import TokenFunction, loss_by_chunks
 from ..user_function import Function, TokenRows, UserFunction
-from . import consistency
+from . import consistency, on_dtensors
 from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
 from .groups import Group, Ranks, ranks_of
-from .pipelined import Collectives
+from .pipelined import Collectives, is_pipelined
 from .sharded_rows import sharded_rows
 
 
@@ -115,7 +116,7 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
     target, input, head, split = call.target, call.input, call.head, call.sequence_dim
     function.arrange(lambda row: by_ranks(row, split, ranks))
 
-    def statistics() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    def of_rows() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         gathered, ordered = gathered_input(input, target, split, ranks)
         rows, entropy = sharded_rows(
             input, ordered, head, ranks, call.loss, gathered, with_entropy=function.reads_entropy
@@ -124,14 +125,53 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
 
     if check and call.ids is None and isinstance(function, UserFunction):
         with torch.no_grad():
-            statistics_of_rows, ordered = statistics()
+            statistics_of_rows, ordered = of_rows()
             function.check(*statistics_of_rows, ordered)
     # In float16 each row's factor (head/float16.py) follows from the derivatives of all rows.
     if call.ids is None and not (call.pipelined and input.dtype != torch.float16):
-        statistics_of_rows, ordered = statistics()
+        statistics_of_rows, ordered = of_rows()
         values = function.all_values(*statistics_of_rows, ordered)
         return function.sum(values, ordered, call.divisor)
     if call.ids is not None:  # only the loop over all rows supports several classes a row
         call = call._replace(head=head._replace(chunking=head.chunking._replace(skip_ignored=False)))
     ordered = by_ranks(target, split, ranks)
     return loss_by_chunks(call, ordered, function, Collectives(ranks), scattered=split is not None)
+
+
+def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tensor:
+    """``xent_ops.linear_token_loss`` of DTensors, a DTensor. ``fn`` sees the tokens of this rank."""
+    call = call.in_autocast_dtype()
+    tensors: Any = (call.input, call.head.weight, call.head.bias, call.target)
+    input, weight, bias, target = tensors
+    at = on_dtensors.layout.of_head(input, weight, bias)
+    if isinstance(rows, (tuple, list)):  # TokenFunction refuses other types
+        rows = [row.to_local() if isinstance(row, DTensor) else row for row in at.beside(target, *rows)[1:]]
+    target = target.to_local()
+    # The loop adds up the input's gradient over the ranks that share the vocabulary.
+    x = _part(input, at.mesh, at.rows, at.rows)
+    w, b = (_part(tensor, at.mesh, at.of_head(at.replicated), at.of_head(at.partial)) for tensor in (weight, bias))
+    head = call.head._replace(weight=w, bias=b, shard_range=at.shard_range(w.shape[0]))
+    mine = call._replace(input=x, head=head, target=target).as_sum()
+    if call.loss.reduction == "mean":
+        mine = mine._replace(divisor=at.total(mine.divisor))  # type: ignore[arg-type]
+    ignore_index = call.loss.row_options.ignore_index
+    function = TokenFunction(fn, rows, target, ignore_index, accumulator(x), learned=(x, w, b))
+
+    def of_rows() -> tuple[Tensor, Tensor, Tensor]:
+        values: Any = statistics(call, function.reads_entropy)
+        loss, lse, entropy = (value.to_local() for value in values)
+        return loss, lse, entropy
+
+    if check:
+        with torch.no_grad():
+            function.check(*of_rows(), target)
+    if is_pipelined(None, x, head, mine.loss) and x.dtype != torch.float16:
+        total = loss_by_chunks(mine, target, function, Collectives(at.ranks.for_batches(head.chunking.batch_invariant)))
+    else:
+        total = function.sum(function.all_values(*of_rows(), target), target, mine.divisor)
+    return DTensor.from_local(total, at.mesh, at.partial, run_check=False).redistribute(at.mesh, at.replicated)
+
+
+def _part(tensor: Any, mesh: Any, places: list[Any], grad_places: list[Any]) -> Any:
+    """The local tensor in these placements. Its gradient returns in others."""
+    return None if tensor is None else tensor.redistribute(mesh, places).to_local(grad_placements=grad_places)

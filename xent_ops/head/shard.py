@@ -78,6 +78,7 @@ def rank_statistics(
     weight: Tensor | None,
     with_entropy: bool,
     options: RowOptions,
+    batch_invariant: bool = False,
 ) -> Sequence[Tensor]:
     """Three statistics of each row of logits (see the module), then w_t or the entropy."""
     if not with_entropy:
@@ -86,18 +87,24 @@ def rank_statistics(
     if logits.shape[1] == 0:
         zeros = logits.new_zeros(target.shape, dtype=reference.accumulator(logits))
         return zeros - float("inf"), zeros, zeros, zeros
-    return statistics_by_lse(logits, target, class_start, True, options)
+    return statistics_by_lse(logits, target, class_start, True, options, batch_invariant)
 
 
 def statistics_by_lse(
-    logits: Tensor, target: Tensor, class_start: int, with_entropy: bool, options: RowOptions
+    logits: Tensor,
+    target: Tensor,
+    class_start: int,
+    with_entropy: bool,
+    options: RowOptions,
+    batch_invariant: bool = False,
 ) -> Sequence[Tensor]:
     """Three statistics of each row, relative to the lse of these logits, and the entropy if it is wanted."""
     column = target.to(torch.int64) - class_start
     is_here = (column >= 0) & (column < logits.shape[1]) & reference.is_counted(target, options.ignore_index)
     # A row without a target here takes the first column: the entropy of an ignored row would be 0.
     column, keywords = torch.where(is_here, column, 0), options._replace(ignore_index=_NOWHERE).keywords()
-    loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(logits, column, None, False, with_entropy, **keywords)
+    flags = (False, with_entropy, batch_invariant)
+    loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(logits, column, None, *flags, **keywords)
     part = torch.where(is_here, loss - lse_low, 0.0)  # relative to the rounded lse
     statistics = (lse, lse_low.exp(), part)
     return (*statistics, entropy) if with_entropy else statistics

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from . import arguments
+from . import arguments, transforms
 
 
 def is_dtensor(*tensors: Tensor | None) -> bool:
@@ -15,14 +18,33 @@ def is_dtensor(*tensors: Tensor | None) -> bool:
     return len(found) > 0  # Dynamo of torch 2.11 does not trace bool() of a list
 
 
+def locals_of(primary: Tensor, *others: Tensor | None) -> list[Tensor]:
+    """The local tensors of DTensors, or none if the primary is plain.
+
+    A node saves them too: a write to a DTensor does not change the version of its local tensor, and vice versa.
+    """
+    if type(primary) is Tensor or not is_dtensor(primary) or transforms.is_recorded():
+        return []
+    tensors: Any = (primary, *others)
+    return [tensor._local_tensor for tensor in tensors if is_dtensor(tensor)]
+
+
+def takes_rows(dtype: torch.dtype, skip_ignored: bool, products: str | None) -> bool:
+    """Does a reduced loss of a DTensor head take four products? The open loop has no such chunks.
+
+    In float16 a gradient's factor (head/float16.py) would follow from the rows of all ranks.
+    """
+    return dtype == torch.float16 or skip_ignored or products is not None
+
+
 def refuse_dtensors(name: str, *tensors: Tensor) -> None:
     if is_dtensor(*tensors):
         raise NotImplementedError(
             f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
             "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "
             "the same rows, and to_local() where that has all classes. Of DTensors there are cross_entropy, "
-            "linear_cross_entropy and linear_token_loss, and of a rank's part of the classes xent_ops.distributed has "
-            "functions"
+            "token_log_probs, linear_cross_entropy, linear_token_log_probs and linear_token_loss, and of a rank's part "
+            "of the classes xent_ops.distributed has functions"
         )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..kernels import reductions, reference, reference_with_grad
 from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
+from .dtensors import locals_of
 from .library import below_autograd, refuse
 from .second_order import differentiate
 
@@ -164,15 +165,18 @@ class CrossEntropyFunction(torch.autograd.Function):
     ) -> Tensor:
         options = loss.backward_keywords()
         value, divisors, lse, lse_low = _forward(logits, target, weight, loss, options)
-        ctx.save_for_backward(logits, target, lse, weight, divisors, lse_low)
+        ctx.save_for_backward(logits, target, lse, weight, divisors, lse_low, *locals_of(logits, target, weight))
         ctx.options, ctx.in_place = options, in_place
+        ctx.set_materialize_grads(False)  # of a DTensor the zeros would be a plain tensor
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         if ctx.in_place:
             _refuse_derivatives("inplace_backward", grad)
-        return _gradient(grad, None, ctx.saved_tensors, ctx.options, ctx.in_place), None, None, None, None
+        return _gradient(grad, None, ctx.saved_tensors[:6], ctx.options, ctx.in_place), None, None, None, None
 
 
 # Function.apply would bind forward's signature at every call, for 20 us of host time.
@@ -201,7 +205,8 @@ class SummaryFunction(torch.autograd.Function):
         keywords = loss.reduction_keywords()
         value, divisors, *summary = below_autograd(_ops.row_summary.default, *row_args, **keywords)
         divided = divisors if loss.reduction == "mean" else None
-        ctx.save_for_backward(logits, target, lse, weight, divided, lse_low, token_weight)
+        local = locals_of(logits, target, weight, token_weight)
+        ctx.save_for_backward(logits, target, lse, weight, divided, lse_low, token_weight, *local)
         ctx.options = loss.backward_keywords()
         ctx.mark_non_differentiable(*summary, row_loss, argmax, entropy)
         ctx.set_materialize_grads(False)
@@ -209,7 +214,7 @@ class SummaryFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Any) -> tuple[Tensor | None, ...]:
-        *saved, token_weight = ctx.saved_tensors
+        *saved, token_weight = ctx.saved_tensors[:7]
         (_, target, lse, *_), (_z_loss, _accuracy, _loss, grad_lse, *_) = saved, grads
         if grad is None:
             if grad_lse is None:

@@ -21,6 +21,7 @@ from ..kernels.options import RowOptions, as_record
 from ..kernels.rows import front_of
 from . import overwriting, transforms
 from .contract import Call, Contract, Row
+from .dtensors import locals_of
 from .launch_cache import SignatureCache, call_signature
 from .schemas import DECLARED, PYTHON_ONLY, SCHEMAS
 
@@ -113,7 +114,7 @@ class Operator:
             for prepare in BEFORE_TRACING:
                 prepare()
         self.contract.check(call)
-        return _returned([call.primary.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
+        return returned([call.primary.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outputs(call)])
 
     def on_reference(self, *args: Any, **kwargs: Any) -> Any:
         self.check_once(args, kwargs)
@@ -207,12 +208,12 @@ def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]
         results = function(*args, **keywords)
         *other_results, written = results if isinstance(results, tuple) else (results,)
         front_of(args[position], written.dtype).copy_(written)
-        return _returned(other_results)
+        return returned(other_results)
 
     return write
 
 
-def _returned(outputs: list[Any]) -> Any:
+def returned(outputs: list[Any]) -> Any:
     """The outputs in the form that the dispatcher needs."""
     if not outputs:
         return None
@@ -286,7 +287,8 @@ def save_nothing(ctx: Any, call: Call, output: Any) -> None:
 def save_for(ctx: Any, name: str, call: Call, *also: str, **results: Any) -> None:
     """Keep the arguments of the backward operator ``name`` that the call or results have, and the names in ``also``."""
     names, tensors, options = _kept(name, call.__class__, also, tuple(results))
-    ctx.save_for_backward(*[call[index] for index in tensors], *results.values())
+    kept = [call[index] for index in tensors]
+    ctx.save_for_backward(*kept, *results.values(), *locals_of(call.primary, *kept))
     ctx.kept = name, names, [call[index] for index in options]
 
 
@@ -303,14 +305,19 @@ def _kept(
 
 def saved(ctx: Any) -> dict[str, Any]:
     _name, names, options = ctx.kept
-    return dict(zip(names, (*ctx.saved_tensors, *options), strict=True))
+    return dict(zip(names, (*ctx.saved_tensors[: len(names) - len(options)], *options), strict=True))
+
+
+def bound(name: str, values: Mapping[str, Any]) -> Call:
+    """A call of an operator with those of these values that it takes."""
+    contract = OPERATORS[name].contract
+    return contract.blank(**{argument: values[argument] for argument in contract.arguments if argument in values})
 
 
 def run(name: str, values: Mapping[str, Any]) -> Any:
     """Call an operator with the values of its arguments. Other values are ignored."""
-    contract, operator = OPERATORS[name].contract, OPERATORS[name].overload
-    call = contract.blank(**{argument: values[argument] for argument in contract.arguments if argument in values})
-    keywords = {argument: getattr(call, argument) for argument in contract.keyword_only}
+    operator, call = OPERATORS[name].overload, bound(name, values)
+    keywords = {argument: getattr(call, argument) for argument in OPERATORS[name].contract.keyword_only}
     return operator(*call[: len(call) - len(keywords)], **keywords)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.options import as_record
 from .contract import Call
+from .dtensors import is_dtensor
 from .library import needs_grad
 
 
@@ -64,6 +65,8 @@ def differentiate(
     It uses torch.func.vjp, not torch.autograd.grad. So it also works inside functorch transforms, and the result can be
     differentiated again.
     """
+    if is_dtensor(*arguments):
+        no_second_derivative()
     indices = [i for i, needed in enumerate(needs_grad) if needed]
 
     def with_tensors(*tensors: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ..._private import private
 from ...kernels.options import Chunking, LossOptions, RowOptions
 from .. import arguments, transforms
 from .. import checks as row_checks
+from ..dtensors import is_dtensor, takes_rows
 from ..library import LIBRARY, define, differentiable
 from ..reduction import summary
 from . import checks
@@ -105,7 +106,8 @@ def loss_of_head(
     """The loss of arguments that are checked."""
     input, linear_weight, linear_bias = cast_for_autocast(input, linear_weight, linear_bias)
     head = (input, linear_weight, target, linear_bias, weight)
-    if loss.reduction != "none" and gradients_in_forward(input, linear_weight, linear_bias):
+    by_rows = is_dtensor(input) and takes_rows(input.dtype, chunking["skip_ignored"], chunking["products"])
+    if loss.reduction != "none" and not by_rows and gradients_in_forward(input, linear_weight, linear_bias):
         return with_grad(head, divisor, token_weight, accumulate_dtype, **chunking, **loss.keywords())[0]
     options = loss.row_options.keywords()
     options |= {"accumulate_dtype": accumulate_dtype, **chunking}

@@ -17,6 +17,7 @@ from ...kernels.reference import is_counted
 from .. import transforms
 from ..checks import divisor_needs_grad, weight_needs_grad
 from ..contract import Call
+from ..dtensors import is_dtensor
 from ..library import Gradients, autograd, needs_grad, operator, run, run_backward, save_for, save_nothing, saved
 from ..names import RESULTS
 from ..second_order import differentiate_call, no_second_derivative, save_all
@@ -122,7 +123,7 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
         if not is_wanted:
             scaled.append(None)
             continue
-        if not keep and type(gradient) is Tensor:
+        if not keep and (type(gradient) is Tensor or is_dtensor(gradient)):
             _ops.scale_grad_(gradient, factor)
         else:
             gradient = _ops.linear_scale_grad(gradient, factor)
