@@ -188,7 +188,8 @@ def linear(
     """``tensors`` for a head and its loss. ``names``: the caller's names of weight and bias."""
     _refuse_tensors((("input", input), (names[0], linear_weight), ("target", target)))
     for name, value in ((names[1], linear_bias), ("weight", weight), ("divisor", divisor)):
-        optional(name, value)
+        if value is not None:
+            required(name, value)
     if input.dtype not in _FLOATS:
         _refuse_integers("input", input, target)
     if linear_weight.dtype in checks.INDICES and target.dtype in _FLOATS:

@@ -12,10 +12,11 @@ from . import arguments, transforms
 
 def is_dtensor(*tensors: Tensor | None) -> bool:
     """Is at least one of them a DTensor?"""
-    found = [tensor for tensor in tensors if hasattr(tensor, "device_mesh")]
-    for tensor in found:
-        arguments.refuse_proxy(tensor)  # a proxy answers every attribute
-    return len(found) > 0  # Dynamo of torch 2.11 does not trace bool() of a list
+    for tensor in tensors:
+        if hasattr(tensor, "device_mesh"):
+            arguments.refuse_proxy(tensor)  # a proxy answers every attribute
+            return True
+    return False
 
 
 def locals_of(primary: Tensor, *others: Tensor | None) -> list[Tensor]:

@@ -1,10 +1,8 @@
 """A loss of class indices as one node of autograd, for eager training.
 
 Compiled, exported and traced calls, and calls without gradients, use the composite operator instead. The transforms
-of torch.func, forward-mode AD and batches of upstream gradients (is_grads_batched) use plain torch.
-
-The node calls registered operators below autograd. So modes, profilers, subclasses of Tensor and kernels that users
-register over ours see these calls.
+of torch.func, forward-mode AD and batches of upstream gradients (is_grads_batched) use plain torch. The node calls
+registered operators below autograd: modes, profilers, subclasses of Tensor and kernels of users see these calls.
 
 In-place gradients rely on autograd's version counter: a producer that saved its output, a second backward and
 retain_graph all find a modified tensor and raise. Inside saved-tensor hooks (a non-reentrant checkpoint uses them)

@@ -189,7 +189,6 @@ def operator(
             still see one operator, unlike with a composite (composite.py).
         overwrites: the argument that the operator itself writes to.
     """
-
     tables: dict[str, Any] = {"arguments": arguments or {}, "results": results or {}, "rows_of": rows_of}
     shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "calls_operators": calls_operators}
     shared["contract"] = functools.partial(Contract, own_rules=rules, **tables)
@@ -215,9 +214,7 @@ def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]
 
 def returned(outputs: list[Any]) -> Any:
     """The outputs in the form that the dispatcher needs."""
-    if not outputs:
-        return None
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    return None if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def refuse(name: str, *args: Any, **keywords: Any) -> None:
@@ -324,7 +321,7 @@ def run(name: str, values: Mapping[str, Any]) -> Any:
 def run_backward(ctx: Any, grad_loss: Tensor | None, **updates: Any) -> Any:
     """Run the operator that ``save_for`` named, with the values that it kept and with these updates.
 
-    An entropy without a gradient is left out. If there is an lse, a loss without a gradient gets a gradient of 0.
+    An entropy without a gradient is left out. Beside an lse, a loss without a gradient gets a gradient of 0.
     """
     values = saved(ctx) | updates
     if updates.get("grad_entropy") is None:
@@ -335,11 +332,7 @@ def run_backward(ctx: Any, grad_loss: Tensor | None, **updates: Any) -> Any:
 
 
 def below_autograd(overload: Any, *args: Any, **options: Any) -> Any:
-    """Call an operator inside an autograd.Function, which records everything that autograd needs.
-
-    The dispatcher then skips the operator's own formula. Modes, subclasses and kernels that users register over ours
-    still see the call.
-    """
+    """Call an operator without its own formula. Modes, subclasses and kernels of users still see the call."""
     if torch.compiler.is_compiling():  # compiled autograd traces the backward
         return overload(*args, **options)
     with _below_autograd():
