@@ -10,18 +10,18 @@ LIMITS = {
     "cross_entropy": (4, 7, 31),
     "cross_entropy, grad_in_forward=True": (5, 10, 52),
     "cross_entropy, token_weight": (5, 10, 50),
-    "token_log_probs": (6, 16, 36),
+    "token_log_probs": (6, 13, 36),
     "cross_entropy_outputs": (4, 8, 48),
     "linear_cross_entropy": (9, 23, 76),
     "linear_cross_entropy, z-loss and token_weight": (9, 25, 81),
     "linear_cross_entropy, a sum with a divisor": (10, 26, 85),
     'linear_cross_entropy, reduction="none"': (8, 39, 77),
     "linear_cross_entropy_outputs": (10, 23, 78),
-    "linear_token_log_probs": (10, 44, 79),
-    "linear_token_loss, reinforce": (24, 122, 166),
+    "linear_token_log_probs": (10, 41, 79),
+    "linear_token_loss, reinforce": (22, 107, 166),
     "linear_distillation_loss": (11, 35, 87),
-    "linear_top_k_distillation_loss": (20, 132, 452),
-    "linear_top_k_distillation_loss, tail=True": (21, 140, 607),
+    "linear_top_k_distillation_loss": (18, 119, 452),
+    "linear_top_k_distillation_loss, tail=True": (19, 124, 607),
 }
 
 

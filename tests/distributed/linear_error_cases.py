@@ -148,7 +148,7 @@ def check_across_ranks(device):
     ]
     focal, of_tokens = {"fn": lambda stats, *_: stats.log_probs.exp()}, [*of_both, *of_the_loss[3:6]]
     of_tokens += [
-        ({}, {"fn": lambda stats: stats.entropy}, "reads_entropy is False on rank 0 but True"),
+        ({}, {"fn": lambda stats: stats.entropy}, r"read is \('log_probs',\) on rank 0 but \('entropy',\)"),
         ({}, {"rows": (weights,)}, "the number of rows is 0 on rank 0 but 1"),
         ({"rows": (weights,)}, {"rows": (2 * weights,)}, r"rows\[0\] differ between ranks: number 0 is 1.0"),
         ({"rows": (weights,)}, {"rows": (weights.double(),)}, r"rows\[0\].dtype is torch.float32 on rank 0 but"),

@@ -21,6 +21,7 @@ from xent_ops import distributed
 SHARES = {"eager": 0.3, "compiled": 0.35, "ranks": 0.35}  # of the seconds
 NO_LOSSES = {
     "CrossEntropyOutputs",
+    "TokenDivergences",
     "TokenLogProbs",
     "TopK",
     "Reduction",

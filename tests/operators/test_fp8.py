@@ -356,7 +356,6 @@ def test_what_is_refused(monkeypatch):
     for error, text, args in (
         (TypeError, r"makes 8-bit numbers of torch.bfloat16 and torch.float16", (x.float(), head.float(), target)),
         (ValueError, r"a number of features that is a multiple of 16.*got 24", (x[:, :24], head[:, :24], target)),
-        (NotImplementedError, "without logits_dtype, products and batch_invariant", (x, head, torch.rand(4, 16))),
     ):
         with pytest.raises(error, match=text):
             call(*args, products="fp8")

@@ -260,8 +260,11 @@ def _with_grad(name: str, at: Layout, call: Call) -> Any:
     row_loss, lse, _ = (concatenated(values)[: target.numel()].view(target.shape) for values in zip(*rows, strict=True))
     reduced = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight)
     empty, no_argmax = row_loss.new_empty(0), target.new_empty(0, dtype=torch.int64)
+    value = at.total(reduced.value)
+    if transforms.is_recorded():  # else a partitioner computes the gradients in the backward, and keeps all logits
+        value = _ops.attach_gradients(value, call.input, call.linear_weight, call.linear_bias, *gradients)
     return (
-        at.total(reduced.value),
+        value,
         divisors,
         empty,
         empty,
