@@ -86,7 +86,7 @@ def distillation_loss(
     name = "xent_ops.distillation_loss"
     transforms.refuse(name)
     target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
-    _refuse(name, input, teacher_input, target, token_weight)
+    refuse_dtensors(name, input, teacher_input, target, token_weight, divisor)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
@@ -164,7 +164,8 @@ def linear_distillation_loss(
     name = "xent_ops.linear_distillation_loss"
     transforms.refuse(name)
     target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
-    _refuse(name, input, linear_weight, teacher_input, teacher_weight, target, token_weight, linear_bias, teacher_bias)
+    tensors = (input, linear_weight, teacher_input, teacher_weight, target, linear_bias, teacher_bias)
+    refuse_dtensors(name, *tensors, token_weight, divisor)
     raw_options, chunking = (ignore_index, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
@@ -192,10 +193,6 @@ def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> 
     refused = not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0
     rows = None if refused else input.shape[:-1]
     return distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
-
-
-def _refuse(name: str, *tensors: Any) -> None:
-    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
 
 
 def _reduced(

@@ -74,7 +74,7 @@ def linear_distillation_token_loss(
         temperature: above 0.
         reduction, divisor, ignore_index: as for ``linear_token_loss``.
         num_classes, softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for ``linear_distillation_loss``;
-            num_classes goes without ``classes``.
+            num_classes and ``classes`` exclude each other.
         logits_dtype: torch.float32 for 16-bit input: the logits of both are not rounded. The gradient of overlap is
             discontinuous where s = t, so rounded logits change it more than that of a KL.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
@@ -83,7 +83,7 @@ def linear_distillation_token_loss(
 
     Returns:
         The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
-        AD, no DTensors, no batch_invariant. In float16 and in an eager checkpoint it takes six products.
+        AD, no DTensors, no batch_invariant. In float16 it takes six products, in an eager checkpoint eight.
 
     Errors are those of ``linear_distillation_loss`` and ``linear_token_loss``, TypeError for a mask as ``classes`` and
     IndexError for classes that the teacher does not have.
@@ -101,7 +101,7 @@ def linear_distillation_token_loss(
     name = "xent_ops.linear_distillation_token_loss"
     transforms.refuse(name)
     tensors = (input, linear_weight, teacher_input, teacher_weight, target, classes, linear_bias, teacher_bias)
-    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
+    refuse_dtensors(name, *tensors, divisor)
     has_target, (target, ignore_index) = target is not None, _target_of(input, target, ignore_index)
     raw_options = (ignore_index, 0.0, None, 1.0, 0.0, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
@@ -174,8 +174,7 @@ def distillation_token_loss(
     """
     name = "xent_ops.distillation_token_loss"
     transforms.refuse(name)
-    tensors = (input, teacher_input, target, classes)
-    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
+    refuse_dtensors(name, input, teacher_input, target, classes, divisor)
     has_target, (target, ignore_index) = target is not None, _target_of(input, target, ignore_index)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)

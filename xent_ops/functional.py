@@ -245,7 +245,7 @@ def cross_entropy_outputs(
         ([0, 1, 2], 0.67)
     """
     transforms.refuse("xent_ops.cross_entropy_outputs")
-    refuse_dtensors("xent_ops.cross_entropy_outputs", input, target)
+    refuse_dtensors("xent_ops.cross_entropy_outputs", input, target, weight, token_weight)
     arguments.tensors(input, target, weight)
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype

@@ -40,8 +40,9 @@ def linear_cross_entropy(
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without all logits in memory.
 
     The logits are computed one chunk of rows at a time. If gradients of a mean or a sum are wanted, the forward makes
-    three products, and the backward multiplies the gradients by the upstream gradient, in place. A second backward
-    (retain_graph), reduction="none", and a call inside an eager checkpoint compute the logits again: four products.
+    three products (matrix multiplications of the head's size), and the backward multiplies the gradients by the
+    upstream gradient, in place. reduction="none" takes four, because the backward computes the logits again; so does a
+    call in an eager checkpoint, which runs one of the four twice. A second backward (retain_graph) takes three more.
 
     Args:
         input: (..., H), the input of the head; float32, bfloat16, float16 or float64.
@@ -141,7 +142,7 @@ def linear_cross_entropy_outputs(
     """
     name = "xent_ops.linear_cross_entropy_outputs"
     transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, target)
+    refuse_dtensors(name, input, linear_weight, target, linear_bias, weight, divisor, token_weight)
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)

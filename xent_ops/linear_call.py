@@ -90,7 +90,8 @@ def bind(
 def placed(call: LinearCall) -> LinearCall:
     """The call. Beside a DTensor input, targets and weights are DTensors too."""
     head = call.head
-    if not is_dtensor(call.input, head.weight, call.target, head.bias, head.class_weight, call.token_weight):
+    others = (head.bias, head.class_weight, call.token_weight, call.divisor)
+    if not is_dtensor(call.input, head.weight, call.target, *others):
         return call
     from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.options import LossOptions, RowOptions
+from .kernels.options import DEFAULTS, LossOptions, RowOptions
 from .kernels.reference import is_counted
 from .ops.reduction import summary
 
@@ -85,7 +85,8 @@ class TopK(NamedTuple):
 
     Attributes:
         log_probs: (..., k), of the k most probable classes, the largest logit first; 0 in ignored rows.
-        ids: (..., k), int64: these classes; ignore_index in ignored rows, so that they are ignored as targets (..., K).
+        ids: (..., k), int64: these classes; -100 in ignored rows, so that losses with the default ignore_index ignore
+            them as targets (..., K). ignore_index itself may be one of the classes.
         lse, entropy: (...), of all classes; infinite and 0 in ignored rows.
         target_log_probs: (...), 0 in ignored rows. None without a target.
         target_ranks: (...), int64, the number of classes before the target: 0 for the largest, -1 in ignored rows.
@@ -142,6 +143,6 @@ def top_k_of_rows(values: Sequence[Tensor], target: Tensor | None, k: int, ignor
     at_ids, ids, lse, entropy, rank = values
     if target is None:
         return TopK(at_ids - lse.unsqueeze(-1), ids, lse, entropy, None, None)
-    log_probs, counted = log_probs_of_ids(at_ids, lse, ids, ignore_index), is_counted(target, ignore_index)
+    log_probs, counted = log_probs_of_ids(at_ids, lse, ids, DEFAULTS.ignore_index), is_counted(target, ignore_index)
     lse = torch.where(counted, lse, float("inf"))
     return TopK(log_probs[..., :k], ids[..., :k], lse, entropy, log_probs[..., k], rank)

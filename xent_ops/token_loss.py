@@ -149,7 +149,7 @@ def token_loss(
     """
     name = "xent_ops.token_loss"
     transforms.refuse(name)
-    refuse_dtensors(name, input, target)
+    refuse_dtensors(name, input, target, divisor)
     arguments.tensors(input, target)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype)
     checks.reduction(reduction, ("mean", "sum"))

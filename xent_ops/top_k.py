@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .head.top_k import choose
+from .head.top_k import choose, of_ids
 from .linear_call import bind
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
@@ -40,7 +40,7 @@ def top_k(
     """
     name = "xent_ops.top_k"
     transforms.refuse(name)
-    refuse_dtensors(name, *(tensor for tensor in (input, target) if tensor is not None))
+    refuse_dtensors(name, input, target)
     arguments.required("input", input)
     rows, ignore_index = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
     arguments.tensors(input, rows)
@@ -51,7 +51,7 @@ def top_k(
     checks.top_k(k, logits.shape[-1])
     ids, rank = choose(logits.detach(), k, target, options)
     flags = {"with_entropy": True, "batch_invariant": batch_invariant}
-    at_ids, lse, entropy = differentiable("token_logits", logits, ids, **flags, **options.keywords())
+    at_ids, lse, entropy = differentiable("token_logits", logits, ids, **flags, **of_ids(options).keywords())
     return top_k_of_rows((at_ids, ids, lse, entropy, rank), target, k, options.ignore_index)
 
 
@@ -78,8 +78,8 @@ def linear_top_k(
     with a logit_scale below 0), equal ones by the smaller class, NaN before all numbers. So a row has the same ids
     alone, compiled, in any batch and over any split of the classes, if its logits have the same bits
     (``batch_invariant``). In bfloat16 a third of all rows have equal logits at the k-th place;
-    ``logits_dtype=torch.float32`` tells most apart. Log-probabilities, lse and entropy are those of
-    ``linear_token_log_probs``, and differentiable: the backward takes three more products.
+    ``logits_dtype=torch.float32`` tells most apart. In counted rows log-probabilities, lse and entropy are those
+    of ``linear_token_log_probs``. They are differentiable: the backward takes three more products.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
@@ -100,7 +100,7 @@ def linear_top_k(
     """
     name = "xent_ops.linear_top_k"
     transforms.refuse(name)
-    refuse_dtensors(name, *(tensor for tensor in (input, linear_weight, target) if tensor is not None))
+    refuse_dtensors(name, input, linear_weight, target, linear_bias)
     arguments.required("input", input)
     rows, ignore_index = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")

@@ -159,7 +159,7 @@ def linear_top_k_distillation_loss(
     """
     name = "xent_ops.linear_top_k_distillation_loss"
     transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, ids, probs)
+    refuse_dtensors(name, input, linear_weight, ids, probs, linear_bias, token_weight, divisor)
     check_teacher(input, ids, probs, tail, ignore_index)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
@@ -205,7 +205,7 @@ def top_k_distillation_loss(
     """
     name = "xent_ops.top_k_distillation_loss"
     transforms.refuse(name)
-    refuse_dtensors(name, input, ids, probs)
+    refuse_dtensors(name, input, ids, probs, token_weight, divisor)
     check_teacher(input, ids, probs, tail, ignore_index)
     arguments.tensors(input, ids)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction, input.dtype)

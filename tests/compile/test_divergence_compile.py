@@ -72,12 +72,13 @@ def test_any_number_of_rows(device):
     assert count.frame_count == 1
 
 
-def test_equal_classes_give_nan(device):
-    """Of given logits also on a CPU, where the operator of heads raises when it runs."""
+def test_wrong_classes_give_nan(device):
+    """Equal ones, and those that the teacher lacks. Of given logits also on a CPU, where the operator of heads raises when it runs."""
     *tensors, ids = inputs(device, classes=True)
     compiled = torch.compile(of_logits, fullgraph=True, backend="aot_eager")
-    loss, *grads = gradients(compiled, (*tensors, torch.zeros_like(ids)))
-    assert loss.isnan() and all(grad.isnan().all() for grad in grads)
+    for wrong in (torch.zeros_like(ids), ids + 10**6, -ids - 1):
+        loss, *grads = gradients(compiled, (*tensors, wrong))
+        assert loss.isnan() and all(grad.isnan().all() for grad in grads)
 
 
 @pytest.mark.parametrize("step", [of_heads, of_logits])
@@ -123,11 +124,16 @@ def test_numbers_that_change_are_symbols(device):
         options = {"temperature": temperature, "logit_scale": scale, "target": target}
         return xent_ops.linear_distillation_token_loss(x, w, y, u, blend, rows=(weight,), **options)
 
+    def of_given_logits(temperature, scale):
+        return xent_ops.distillation_token_loss(
+            x @ w.t(), y @ u.t(), blend, rows=(weight,), temperature=temperature, logit_scale=scale, target=target
+        )
+
     def fixed(temperature, hard_weight):
         options = {"temperature": temperature, "hard_weight": hard_weight, "target": target}
         return xent_ops.linear_distillation_loss(x, w, y, u, **options)
 
-    for step in (token, fixed):
+    for step in (token, of_given_logits, fixed):
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         for numbers in ((1.5, 0.5), (2.0, 0.75)):
             torch.testing.assert_close(compiled(*numbers), step(*numbers))

@@ -302,3 +302,15 @@ def refused(device):
         xent_ops.token_log_probs(split, target.unsqueeze(-1))
     with pytest.raises(NotImplementedError, match=r"xent\.cross_entropy_shard of DTensors is not supported"):
         torch.ops.xent.cross_entropy_shard(split, target, 0, V)
+    labels = distribute_tensor(target, mesh, [Replicate()])
+    with pytest.raises(NotImplementedError, match=r"xent\.top_k of DTensors is not supported"):
+        torch.ops.xent.top_k(x, 2, labels)  # the logits are plain
+    with pytest.raises(NotImplementedError, match=r"xent\.cross_entropy_backward_ of DTensors is not supported"):
+        torch.ops.xent.cross_entropy_backward_(x.new_ones(4), None, x.clone(), labels, x.logsumexp(-1))
+    whole = distribute_tensor(x.new_ones(()), mesh, [Replicate()])
+    with pytest.raises(NotImplementedError, match="distillation_loss of DTensors is not supported"):
+        xent_ops.distillation_loss(x, x, reduction="sum", divisor=whole)
+    with pytest.raises(NotImplementedError, match="linear_top_k of DTensors is not supported"):
+        xent_ops.linear_top_k(x, x, 2, linear_bias=labels.float())
+    with pytest.raises(TypeError, match="input is a plain tensor but another argument a DTensor"):
+        xent_ops.linear_cross_entropy(x, x, target, reduction="sum", divisor=whole)

@@ -38,11 +38,16 @@ def values(device, kind):
             (V, {"chunk_rows": 4}),
             (7, {"softcap": 4.0, "logit_scale": -1.2}),
             (7, {"batch_invariant": True, "chunk_rows": 4}),
+            (7, {"ignore_index": 3}),  # a class, which may be one of the 7
         ):
+            ignored = options.get("ignore_index", -100)
+            target, labels = (torch.where(one == -100, ignored, one) for one in (target, labels))
             wanted = xent_ops.linear_top_k(input, head, k, target, linear_bias=bias, **options)
             place = {"bias_shard": b, **classes_of(kind), **options}
             found = vocab_parallel_linear_top_k(x, w, k, labels, check=True, **place)
-            equal(found, wanted, target != -100)
+            equal(found, wanted, target != ignored)
+            if "ignore_index" in options:
+                continue
             without = vocab_parallel_linear_top_k(x, w, k, **place)
             assert torch.equal(without.ids[labels != -100], found.ids[labels != -100]) and without.target_ranks is None
 

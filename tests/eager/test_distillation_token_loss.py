@@ -293,7 +293,7 @@ def test_refused_in_words(device):
         ({"classes": mask}, TypeError, r"classes has dtype torch.bool, a mask: .* classes.nonzero\(\).squeeze\(-1\)"),
         ({"classes": ids.float()}, TypeError, "classes has dtype torch.float32"),
         ({"classes": ids[:-1]}, ValueError, r"classes has shape \(18,\); expected \(19,\)"),
-        ({"classes": ids, "num_classes": V}, ValueError, "classes= goes without num_classes="),
+        ({"classes": ids, "num_classes": V}, ValueError, "classes= and num_classes= exclude each other"),
         ({}, ValueError, "linear_weight has 19 classes but teacher_weight 40"),
         ({"classes": ids, "reduction": "none"}, ValueError, "'none' is not a valid value for reduction"),
         ({"classes": ids, "temperature": 0.0}, ValueError, "temperature must be a finite number above 0"),

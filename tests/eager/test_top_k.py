@@ -49,6 +49,28 @@ def test_values(device, dtype, name, shape):
 
 
 @INTERPRETED
+@pytest.mark.parametrize("ignore_index", [0, 2, -1])
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "head"])
+def test_ignore_index_may_be_one_of_the_classes(device, fused, ignore_index):
+    """Only the target says which rows are ignored: the class itself keeps its log-probability and its gradient."""
+    leaves = [randn(n, 5, device=device, requires_grad=True) for n in (6, 7)]
+    target = torch.tensor([0, 1, 2, 3, 6, 2], device=device)
+    counted = target != ignore_index
+    if fused:
+        top = xent_ops.linear_top_k(*leaves, 4, target, ignore_index=ignore_index, chunk_rows=4)
+    else:
+        top = xent_ops.top_k(leaves[0] @ leaves[1].t(), 4, target, ignore_index=ignore_index)
+    log_probs, ids, entropy, of_target, ranks = expected(leaves[0].double() @ leaves[1].double().t(), 4, target)
+    assert torch.equal(top.ids, torch.where(counted.unsqueeze(-1), ids, -100))
+    assert torch.equal(top.target_ranks, torch.where(counted, ranks, -1))
+    value = top.log_probs.sum() + top.entropy.sum() + top.target_log_probs.sum()
+    wanted = (log_probs.sum(-1) + entropy + of_target)[counted].sum()
+    torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-5)
+    grads, wanted = (torch.autograd.grad(one, leaves, retain_graph=True) for one in (value, wanted))
+    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-4)
+
+
+@INTERPRETED
 @pytest.mark.parametrize("scale", [1.0, -2.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_logits_have_the_order_of_a_stable_sort(device, dtype, scale):

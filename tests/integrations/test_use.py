@@ -38,7 +38,7 @@ def test_a_trainer(tmp_path):
 @pytest.mark.parametrize("other", [torch.nn.Linear(2, 3), None, "gpt2"], ids=["module", "None", "text"])
 def test_anything_else_is_refused(other):
     for function in (xent_ops.use_xent, xent_ops.remove_xent):
-        with pytest.raises(TypeError, match=r"a PeftModel or a trainer of TRL, got .*LinearCrossEntropyLoss"):
+        with pytest.raises(TypeError, match=r"a PeftModel, .* or a trainer of TRL, got .*LinearCrossEntropyLoss"):
             function(other)
 
 

@@ -46,7 +46,9 @@ def bind_shard(
     sequence_parallel: bool,
 ) -> LinearCall:
     """Bind the call to this rank's classes. Raises all errors that this rank can detect, except for target values."""
-    for argument, tensor in (("input", call.input), ("weight_shard", call.head.weight), ("target", call.target)):
+    tensors = {"input": call.input, "weight_shard": call.head.weight, "bias_shard": call.head.bias}
+    tensors |= {"target": call.target, "ids": call.ids, "token_weight": call.token_weight, "divisor": call.divisor}
+    for argument, tensor in tensors.items():
         refuse_dtensor(argument, tensor, "xent_ops.linear_cross_entropy")
     checks.token_weight(call.token_weight, call.target)
     call = call.in_autocast_dtype()

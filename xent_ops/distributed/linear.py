@@ -91,10 +91,10 @@ def vocab_parallel_linear_cross_entropy(
             chunk's product runs, and computes the gradients. The backward scales them in place by the upstream
             gradient. False: four products, one chunk of logits. The forward gathers the statistics of all rows at once,
             and the backward computes the logits again. None: True if gradients of a mean or a sum are wanted, except
-            with ``skip_ignored`` (True refuses it) and inside an eager checkpoint. Inside a compiled checkpoint
-            Inductor saves the gradients; pass False for another backend. A compiled graph unrolls the loop, so another
-            number of chunks is another graph. All ranks must use the same way and the same ``chunk_rows``: weights and
-            biases require grad on every rank or on none.
+            with ``skip_ignored`` or ``products`` (True refuses both) and inside an eager checkpoint. Inside a compiled
+            checkpoint Inductor saves the gradients; pass False for another backend. A compiled graph unrolls the loop,
+            so another number of chunks is another graph. All ranks must use the same way and the same ``chunk_rows``:
+            weights and biases require grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.

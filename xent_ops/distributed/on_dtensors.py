@@ -27,7 +27,7 @@ from ..kernels.options import Chunking, LossOptions, as_record
 from ..linear_call import LinearCall
 from ..ops import rank_sums, transforms
 from ..ops.contract import Call, Shape
-from ..ops.dtensors import refuse_dtensors, takes_rows
+from ..ops.dtensors import not_of_dtensors, takes_rows
 from ..ops.launch_cache import SignatureCache
 from ..ops.library import OPERATORS, Operator, bound, returned, run
 from ..ops.schemas import COMPOSITES
@@ -91,7 +91,10 @@ def _layout_of(call: Call) -> Layout:
         return layout.of_head(call.input, call.linear_weight, call.linear_bias)
     if hasattr(call, "logits") or hasattr(call, "grad"):
         return layout.of_logits(call[0] if hasattr(call, "grad") else call.logits)
-    return layout.of_rows(call[0].device_mesh, list(call[0].placements), call.primary.shape[:-1])  # of losses, or ids
+    rows = call[0]  # losses, or ids
+    if not isinstance(rows, DTensor):
+        raise TypeError("an argument of an operator is a DTensor but its rows are not; both must be, or neither")
+    return layout.of_rows(rows.device_mesh, list(rows.placements), call.primary.shape[:-1])
 
 
 def _in_rank_order(at: Layout, call: Call) -> bool:
@@ -118,8 +121,7 @@ def _run(operator: Operator, overload: Any, args: Any, kwargs: Any) -> Any:
     call = operator.contract.bind(args, kwargs)
     rule = _RULES.get(operator.name)
     if rule is None:
-        refuse_dtensors(f"torch.ops.xent.{operator.name}", call.primary)
-        return None
+        raise NotImplementedError(not_of_dtensors(f"torch.ops.xent.{operator.name}"))
     if transforms.is_recorded():  # sizes may be symbols
         plan = _plan_of(operator, call)
     else:

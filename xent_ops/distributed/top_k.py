@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from ..head import loop, shard
 from ..head.loop import ChunkLogits, RowRange
 from ..kernels import reference
+from ..kernels.options import DEFAULTS
 from ..linear_call import LinearCall, bind
 from ..ops import arguments, checks, rank_sums, transforms
 from ..ops.distillation_arguments import target_of
@@ -112,13 +113,13 @@ def _rows(call: LinearCall, k: int, with_rank: bool, ranks: Ranks) -> tuple[Tens
     at_ids, ids = reference.activation(logits.gather(-1, place), options), classes.gather(-1, place)
     index = target.reshape(-1, 1).to(torch.int64)
     counted, valid = reference.is_counted(index, options.ignore_index), (index >= 0) & (index < num_classes)
-    ids = torch.where(counted, ids, options.ignore_index)
     if with_rank:
         if ranks.world > 1:
             before = rank_sums.wait(rank_sums.start(before, ranks.world, ranks.name, False, False))
         before = torch.where(counted & valid, before.unsqueeze(-1), -1).squeeze(-1)
         x = torch.where(valid, reference.activation(at_target.unsqueeze(-1), options), float("nan"))
         at_ids, ids = torch.cat([at_ids, x], -1), torch.cat([ids, index], -1)
+        ids = torch.where(counted, ids, DEFAULTS.ignore_index)
     values = (at_ids, ids, lse, entropy, before)
     return tuple([as_target(value.view((*target.shape, *value.shape[1:])), split) for value in values])
 

@@ -40,8 +40,7 @@ def bind_two_heads(
     transforms.refuse(name)
     input, weight_shard, bias_shard = student
     num_classes, class_start, sequence_parallel = place
-    tensors = (*student, *teacher, target, *row_tensors)
-    refuse_dtensors(name, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
+    refuse_dtensors(name, *student, *teacher, target, *row_tensors, divisor)
     world = ranks.world if sequence_parallel else 1
     rows = _rows(input, row_tensors, world, reduction) if target is None else None
     ignore_index, softcap, logit_scale = row_options

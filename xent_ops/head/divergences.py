@@ -51,7 +51,8 @@ def teacher_rows(
             _, top = _lse_and_top(logits, target, spec.teacher(), spec)
         return TeacherRows(logits, None, top)
     lse, top = _lse_and_top(logits, target, spec.teacher(), spec, with_tops)
-    columns = torch.nn.functional.pad(classes.to(torch.int64), (0, padding))
+    # A class that the teacher lacks makes the loss NaN elsewhere; here it must not read other memory.
+    columns = torch.nn.functional.pad(classes.to(torch.int64).clamp(0, logits.shape[-1] - 1), (0, padding))
     return TeacherRows(logits.index_select(-1, columns), lse, top if with_tops else None)
 
 
@@ -77,7 +78,7 @@ def tops(
     covers = torch.ones_like(top, dtype=torch.bool)
     if classes is not None:
         top, is_covered = classes[top].to(torch.int64), covers.new_zeros(all_classes)
-        covers = is_covered.index_fill(0, classes.to(torch.int64), True)[teacher.top]
+        covers = is_covered.index_fill(0, classes.to(torch.int64).clamp(0, len(is_covered) - 1), True)[teacher.top]
     return torch.stack([top == teacher.top, covers]).to(accumulator(logits))
 
 

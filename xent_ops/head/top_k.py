@@ -17,14 +17,19 @@ from .chunks import as_rows, unpack_statistics
 
 
 def choose(logits: Tensor, k: int, target: Tensor | None, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """(ids, rank of the target or (0,)). The ids are k classes, and behind them the target; ignored in ignored rows."""
+    """(ids, rank of the target or (0,)). The ids are k classes, and behind them the target; -100 in ignored rows."""
     order_options = {"ignore_index": options.ignore_index, "logit_scale": options.logit_scale}
     ids, rank = torch.ops.xent.top_k(logits, k, target, **order_options)
     if target is None:
         return ids, rank
     index = target.to(torch.int64).unsqueeze(-1)
-    ids = torch.where(is_counted(index, options.ignore_index), ids, options.ignore_index)
-    return torch.cat([ids, index], -1), rank
+    ids = torch.cat([ids, index], -1)
+    return torch.where(is_counted(index, options.ignore_index), ids, DEFAULTS.ignore_index), rank
+
+
+def of_ids(options: RowOptions) -> RowOptions:
+    """The options of chosen ids: the target's ignore_index may be a class, and one of them."""
+    return options._replace(ignore_index=DEFAULTS.ignore_index)
 
 
 def statistics(
@@ -48,10 +53,10 @@ def statistics(
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
         ids, rank = choose(logits, k, target if with_rank else None, options)
-        at_ids, lse, entropy = head_ids.statistics_of_rows(logits, ids, True, options=options)
+        at_ids, lse, entropy = head_ids.statistics_of_rows(logits, ids, True, options=of_ids(options))
         return at_ids, ids, lse, entropy, rank
 
     computed = products.run(visit, rows.indices())
-    fills = (0.0, options.ignore_index, math.inf, 0.0, -1 if with_rank else None)
+    fills = (0.0, DEFAULTS.ignore_index, math.inf, 0.0, -1 if with_rank else None)
     ignored = options.ignore_index if chunking.skip_ignored else None
     return tuple(unpack_statistics(rows, computed, fills, target, ignored))

@@ -263,7 +263,10 @@ class _OfSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask = ctx.saved_tensors[0].to(grad.dtype)
-        square = mask.square().sum()
-        number = torch.where(square > 0, (grad * mask).sum() / square, 0.0)
+        if mask.numel() == 0:
+            return grad.new_zeros(()), None, None
+        # The rows of the largest factor know the number best; squares of factors could overflow or vanish.
+        largest, place = mask.abs().flatten().max(0)
+        number = torch.where(largest > 0, grad.flatten()[place] / mask.flatten()[place], 0.0)
         kept = (grad - number * mask).abs().amax() <= 1e-5 * grad.abs().amax()
         return torch.where(kept, number, float("nan")), None, None

@@ -11,7 +11,7 @@ from ..kernels.divergences import Divergences
 from ..kernels.reference import columns_of
 from . import checks
 
-CLASSES_ALONE = "classes= goes without num_classes=: every row of the student's head is a class"
+CLASSES_ALONE = "classes= and num_classes= exclude each other: with classes every row of the student's head is a class"
 
 
 def hard_weight(value: float) -> None:
@@ -42,16 +42,18 @@ def are_ids(classes: Tensor) -> None:
 
 
 def nan_unless_different(classes: Tensor, number: int) -> Tensor:
-    """(): 1 for different classes, else NaN. It does not synchronise."""
-    named = torch.zeros(number, device=classes.device).index_fill(0, classes.to(torch.int64), 1.0)
-    return torch.where(named.sum() == classes.shape[0], 1.0, float("nan"))
+    """(): 1 for different classes of the teacher's, else NaN. It does not synchronise."""
+    indices = classes.to(torch.int64)
+    valid = ((indices >= 0) & (indices < number)).all()
+    named = torch.zeros(number, device=classes.device).index_fill(0, indices.clamp(0, number - 1), 1.0)
+    return torch.where(valid & (named.sum() == classes.shape[0]), 1.0, float("nan"))
 
 
 def options(spec: Divergences, student: Tensor, teacher: Tensor) -> None:
     """``student``, ``teacher``: tensors with the dtypes of their logits."""
     if not 0.0 <= spec.beta <= 1.0:
         raise ValueError(f"beta must be between 0.0 and 1.0, got {spec.beta}")
-    if not (spec.temperature > 0.0 and math.isfinite(spec.temperature)):
+    if not 0.0 < spec.temperature < math.inf:  # math.isfinite takes no symbol of Dynamo
         raise ValueError(f"temperature must be a finite number above 0, got {spec.temperature}")
     if spec.options.label_smoothing != 0.0:
         raise ValueError(f"label_smoothing must be 0.0 in a distillation, got {spec.options.label_smoothing}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import arguments, transforms
 
 
-def is_dtensor(*tensors: Tensor | None) -> bool:
+def is_dtensor(*tensors: Any) -> bool:
     """Is at least one of them a DTensor?"""
     for tensor in tensors:
         if hasattr(tensor, "device_mesh"):
@@ -38,17 +38,22 @@ def takes_rows(dtype: torch.dtype, skip_ignored: bool, products: str | None) -> 
     return dtype == torch.float16 or skip_ignored or products is not None
 
 
-def refuse_dtensors(name: str, *tensors: Tensor) -> None:
+def refuse_dtensors(name: str, *tensors: Any) -> None:
+    """``tensors``: all arguments of the call that may be tensors."""
     if is_dtensor(*tensors):
-        raise NotImplementedError(
-            f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
-            "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "
-            "the same rows, and to_local() where that has all classes. Of DTensors there are cross_entropy, "
-            "token_log_probs, linear_cross_entropy, linear_token_log_probs and linear_token_loss, and of a rank's part "
-            "of the classes xent_ops.distributed has functions"
-        )
+        raise NotImplementedError(not_of_dtensors(name))
 
 
-def refuse_dtensor(name: str, tensor: Tensor, instead: str) -> None:
+def not_of_dtensors(name: str) -> str:
+    return (
+        f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
+        "module that owns the weight, where that is a plain tensor; full_tensor() is right where every rank has "
+        "the same rows, and to_local() where that has all classes. Of DTensors there are cross_entropy, "
+        "token_log_probs, linear_cross_entropy, linear_token_log_probs and linear_token_loss, and of a rank's part "
+        "of the classes xent_ops.distributed has functions"
+    )
+
+
+def refuse_dtensor(name: str, tensor: Tensor | None, instead: str) -> None:
     if type(tensor) is not Tensor and hasattr(tensor, "device_mesh"):
         raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), or call {instead}")

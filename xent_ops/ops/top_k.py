@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..head import top_k
 from ..kernels import reference_top_k
+from ..kernels.options import DEFAULTS
 from . import checks
 from .contract import Call
 from .library import Gradients, autograd, operator, run_backward, save_for
@@ -50,7 +51,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, _rank: None) -> Gradients:
     mask, grads = mask_of(ctx), upstream(ctx, grad_at_ids, grad_lse, grad_entropy)
-    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
+    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask, ignore_index=DEFAULTS.ignore_index))
 
 
 _shared: dict[str, Any] = {"results": _RESULTS, "rules": (_rule,)}

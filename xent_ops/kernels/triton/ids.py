@@ -135,7 +135,7 @@ def _times(values, factor):
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
-def top_k_kernel(
+def top_k_distillation_kernel(
     at_ids_ptr,  # (N, K) with strides, any dtype
     lse_ptr,  # (N,)
     ids_ptr,  # (N, K), contiguous, any integer dtype

@@ -16,7 +16,7 @@ from ..sizes import size_hint
 from .cached import Launch
 from .common import Run, launcher, mark_written, new_tensor, row_layout
 from .flags import flags_of
-from .ids import ids_forward_kernel, ids_grad_kernel, row_targets_kernel, top_k_kernel
+from .ids import ids_forward_kernel, ids_grad_kernel, row_targets_kernel, top_k_distillation_kernel
 
 _PAIRS = 4096  # pairs of a row's ids that are compared at a time: 16 registers a thread
 
@@ -97,7 +97,7 @@ def top_k_distillation(
     strides, as_at = _strided(at_ids)
     numbers = (ids_per_row, *strides, options.ignore_index, most(probs), lse_square_scale)
     flags = {"TAIL": tail, "WEIGHTED": token_weight is not None, "LSE_SQUARE": lse_square_scale != 0.0}
-    launch = Launch(top_k_kernel, number, *numbers, **flags, **_pairs(ids_per_row), num_stages=1)
+    launch = Launch(top_k_distillation_kernel, number, *numbers, **flags, **_pairs(ids_per_row), num_stages=1)
     converts = [as_at, *[None if one is None else dense_like(one) for one in (lse, ids, probs, token_weight)]]
 
     def run(

@@ -92,15 +92,15 @@ def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:
     return give_away_once(ctx, grad)
 
 
-def _check_ids(call: Call) -> None:
-    if call.ids is not None:  # the row operator checks a target
+def _check_values(call: Call) -> None:
+    if call.ids is not None or call.num_classes is not None:  # else the row operator checks the targets
         check_targets(call)
 
 
 operator(
     "linear_cross_entropy_chunk",
     reference=chunk.chunk,
-    check_values=_check_ids,
+    check_values=_check_values,
     results={"stats": ("acc", _statistics_shape, "")},
     rules=(one_chunk,),
     calls_operators=True,
