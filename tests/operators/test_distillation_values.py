@@ -81,7 +81,7 @@ def test_plain_torch(device):
                 options = given(widths, **{**options, "ignore_index": -100, "beta": beta})
                 loss, plain = fixed(**options), reference_divergences.divergences_with_grad
                 keywords = {**loss.spec._asdict(), "hard_weight": loss.hard_weight}
-                loss, grad = plain(logits, teacher, target, torch.tensor(2.0), **keywords)
+                loss, grad = plain(logits, teacher, target, torch.tensor(2.0, device=device), **keywords)
                 assert_distillation(loss, grad, distillation_oracle(logits, teacher, target, grad_loss=2.0, **options))
 
 

@@ -188,14 +188,18 @@ def test_a_narrow_gradient_over_its_logits(device, classes):
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes a minute for rows of this length")
 def test_many_classes(device):
-    """A KL near 0 among 128256 classes has an absolute error of 1e-6: it is a sum of moments in float32."""
+    """A KL near 0 among 128256 classes has an absolute error of 1e-6: it is a sum of moments in float32.
+
+    On a GPU exponentials and logarithms are approximate too.
+    """
+    atol = 1e-6 if device == "cpu" else 5e-6
     logits, teacher, target = problem(device, rows=2, classes=128256, scale=2.0)
     for distance in (0.0, 0.01, 1.0):
         near = torch.lerp(logits, teacher, distance)
         found = ops.divergences_forward(logits, near, target, fields="kl,reverse_kl,mixture,overlap")[0]
         exact = divergences(logits.double(), near.double())
         for value, wanted in zip(found[:4], exact, strict=False):
-            torch.testing.assert_close(value.double(), wanted, rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(value.double(), wanted, rtol=2e-6, atol=atol)
 
 
 def test_refused(device):

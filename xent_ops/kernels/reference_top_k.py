@@ -75,7 +75,9 @@ def _largest(logits: Tensor, k: int, options: RowOptions) -> Tensor:
 
 
 def _sorted(values: Tensor) -> Tensor:
-    return values.sort(dim=-1, descending=True, stable=True).indices
+    # On CUDA a sort by bits puts NaN with a sign last, and may tell -0 from 0.
+    one_kind = torch.where(values.isnan(), float("nan"), values) + 0.0
+    return one_kind.sort(dim=-1, descending=True, stable=True).indices
 
 
 def _number_before(logits: Tensor, own: Tensor, index: Tensor, options: RowOptions) -> Tensor:
