@@ -75,7 +75,8 @@ def bind(
         target, ids = target_and_ids(target, input.dim() - 1, loss.row_options.ignore_index)
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, loss.reduction)
-    arguments.optional("token_weight", token_weight)
+    if token_weight is not None:
+        arguments.required("token_weight", token_weight)
     accumulate_dtype, chunking = arguments.chunks(*raw_chunking)
     if target.is_floating_point() and target.dim() == input.dim():
         raise TypeError(
@@ -89,14 +90,13 @@ def bind(
 
 def placed(call: LinearCall) -> LinearCall:
     """The call. Beside a DTensor input, targets and weights are DTensors too."""
-    head = call.head
-    others = (head.bias, head.class_weight, call.token_weight, call.divisor)
-    if not is_dtensor(call.input, head.weight, call.target, *others):
+    target, input, head, _, divisor, token_weight, *_ = call
+    if not is_dtensor(input, head.weight, target, head.bias, head.class_weight, token_weight, divisor):
         return call
     from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
 
-    at = layout.of_head(call.input, head.weight, head.bias)
-    target, token_weight, ids = at.beside(call.target, call.token_weight, call.ids)
+    at = layout.of_head(input, head.weight, head.bias)
+    target, token_weight, ids = at.beside(target, token_weight, call.ids)
     head = head._replace(class_weight=at.whole(head.class_weight))
     return call._replace(target=target, head=head, token_weight=token_weight, ids=ids)
 
@@ -138,7 +138,6 @@ def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> 
     if call.ids is not None:
         head_args = (call.input, head.weight, call.ids, head.bias)
         return differentiable("linear_token_logits", *head_args, with_entropy, mask_ids, **keywords)
-    head_args = (call.input, head.weight, call.target, head.bias)
-    args = (*head_args, None, False, with_entropy)
+    args = (call.input, head.weight, call.target, head.bias, None, False, with_entropy)
     loss, lse, _, entropy, _ = differentiable("linear_cross_entropy_forward", *args, **keywords)
     return loss, lse, entropy
