@@ -145,7 +145,20 @@ def cross_entropy(
         target, token_weight, weight = _beside(logits, target, token_weight, weight)
     if not is_soft:
         arguments.suggest_dim(input, target, dim)
-    return loss_of_logits(logits, target, weight, loss, token_weight, inplace_backward, grad_in_forward)
+        checks.token_weight(token_weight, target)
+        options = {"inplace_backward": inplace_backward, "grad_in_forward": grad_in_forward}
+        return function.cross_entropy(logits, target, weight, loss, token_weight, **options)
+    if target.dtype in checks.INDICES:
+        raise TypeError(
+            f"target has shape {tuple(target.shape)} and dtype {target.dtype}: with as many dimensions as the "
+            "logits it holds class probabilities, which are floating point; class indices have shape "
+            f"{tuple(logits.shape[:-1])}"
+        )
+    for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
+        if value:
+            raise ValueError(f"{name}=True takes class indices, not class probabilities")
+    refuse_token_weight("class probabilities", token_weight)
+    return _soft_cross_entropy(logits, target, weight, loss)
 
 
 def _beside(
@@ -162,33 +175,6 @@ def _beside(
 
     at = layout.of_logits(logits)
     return [*at.beside(target, token_weight), at.whole(weight)]
-
-
-def loss_of_logits(
-    logits: Tensor,  # (..., C)
-    target: Tensor,  # (...), or class probabilities (..., C)
-    weight: Tensor | None,
-    loss: LossOptions,
-    token_weight: Tensor | None,
-    inplace_backward: bool = False,
-    grad_in_forward: bool = False,
-) -> Tensor:
-    """The loss of plain tensors whose last dimension has the classes."""
-    if target.dim() == logits.dim():
-        if target.dtype in checks.INDICES:
-            raise TypeError(
-                f"target has shape {tuple(target.shape)} and dtype {target.dtype}: with as many dimensions as the "
-                "logits it holds class probabilities, which are floating point; class indices have shape "
-                f"{tuple(logits.shape[:-1])}"
-            )
-        for name, value in (("inplace_backward", inplace_backward), ("grad_in_forward", grad_in_forward)):
-            if value:
-                raise ValueError(f"{name}=True takes class indices, not class probabilities")
-        refuse_token_weight("class probabilities", token_weight)
-        return _soft_cross_entropy(logits, target, weight, loss)
-    checks.token_weight(token_weight, target)
-    options = {"inplace_backward": inplace_backward, "grad_in_forward": grad_in_forward}
-    return function.cross_entropy(logits, target, weight, loss, token_weight, **options)
 
 
 def _soft_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions) -> Tensor:
