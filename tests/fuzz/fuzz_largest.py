@@ -103,7 +103,7 @@ def expect(top, grads, upstream, student, k, target=None, ignore_index=-100, sof
     size = max([float(value.detach().abs().max()) if value.numel() else 0.0 for value in (logits, z)])
     far = 64 * unit * (1 + size) * (1 + abs(logit_scale))
     ids = top.ids.cpu()
-    assert ids.shape == (*shape, k) and (ids[~rows] == ignore_index).all()
+    assert ids.shape == (*shape, k) and (ids[~rows] == -100).all(), "ids of ignored rows"
     place = torch.where(rows.unsqueeze(-1), ids, 0)
     ordered, order = (sign * logits.detach()).sort(dim=-1, descending=True, stable=True)
     chosen = (sign * logits.detach()).gather(-1, place)
