@@ -54,7 +54,9 @@ class TopKLoss(TokenRows):
             row_values = [part.of(row) for row in rows]
             loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
             values.append((loss, part.target))
-            return RowGradients(grad_lse, grad_lse / divisor, grad_ids=grad_ids / divisor)
+            # Zeros of ignored rows stay zeros beside a divisor of 0: the mean of no rows.
+            of_rows = torch.where(is_counted(part.target, self.ignore_index), divisor, 1.0)
+            return RowGradients(grad_lse, grad_lse / of_rows, grad_ids=grad_ids / of_rows.unsqueeze(-1))
 
         return upstream
 

@@ -66,6 +66,22 @@ def test_one_class_with_probability_one_is_the_loss_of_class_indices(device, red
         assert (grad.double() - right.double()).norm() <= 4 * torch.finfo(dtype).eps * right.double().norm()
 
 
+@pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ignored_rows_get_zeros_beside_a_divisor_of_zero(device, dtype, tail):
+    """In a mean of no rows, which is NaN, too."""
+    x, head, _, ids, probs = problem(device, dtype)
+    for places, how in (
+        (torch.full_like(ids, -100), {}),
+        (ids, {"reduction": "sum", "divisor": torch.zeros((), device=device)}),
+    ):
+        ignored = (places == -100).all(-1)
+        loss = top_k(x, head, places, probs, tail=tail, chunk_rows=4, **how)
+        grads = torch.autograd.grad(loss, (x, head))
+        assert ignored.any() and not loss.isfinite() and not grads[0][ignored].any()
+        assert not ignored.all() or not grads[1].any()
+
+
 def test_the_tail(device):
     """Least where the named classes have their probabilities; probabilities above one in all are NaN."""
     x, head, _, ids, _ = problem(device)

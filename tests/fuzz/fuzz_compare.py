@@ -7,9 +7,10 @@ other outputs than the loss, are added here; through a head these are held to a 
 import math
 
 import torch
+import torch.nn.functional as F
 
 from xent_ops.testing import assert_grad, linear_oracle, oracle
-from xent_ops.testing.rows import assert_within, eps
+from xent_ops.testing.rows import activated, assert_within, eps
 
 OF_ROWS = ("ignore_index", "label_smoothing", "softcap", "logit_scale")
 OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", "accumulate_dtype", "logits_dtype")
@@ -17,7 +18,7 @@ OF_HEADS = (*OF_ROWS, "reduction", "lse_square_scale", "divisor", "chunk_rows", 
 
 def expect(
     outputs, grads, upstream, *, target, logits=None, head=None, weight=None, function=None, token_weight=None,
-    shard=None, part=None, **options
+    shard=None, part=None, several=False, **options
 ):  # fmt: skip
     """Raises AssertionError where an output or a gradient is out of its budget.
 
@@ -31,12 +32,23 @@ def expect(
         function: the loss is the mean or the sum over tokens of these factors times the statistics of these names.
         shard: (first class, the class after the last) of this rank.
         part: (dimension, rank, ranks): this rank's part of the input.
+        several: the target has K classes a row. Judged are K rows of one class, whose gradients are added.
         options: those of the function that are not their defaults.
     """
+    counted = target.cpu().long() != options.get("ignore_index", -100)
+    number = (counted.any(-1) if several else counted).sum()
+    if several:
+        rows_of = _SeveralClasses(counted)
+        if function is None:
+            outputs = rows_of.outputs(outputs, options.get("skip_ignored", False))
+            upstream = rows_of.factors(upstream)
+        else:
+            function = rows_of.factors(function)
+        logits = logits if logits is None else rows_of.repeated(logits)
+        head = head if head is None else (rows_of.repeated(head[0]), *head[1:])
     if function is not None:
         divisor = options.pop("divisor", None) or 1.0
-        counted = target.cpu().long() != options.get("ignore_index", -100)
-        divisor = counted.sum() if options.pop("reduction", "mean") == "mean" else divisor
+        divisor = number if options.pop("reduction", "mean") == "mean" else divisor
         factors = {name: torch.where(counted, row.double().cpu(), 0) / divisor for name, row in function.items()}
         upstream = {name: upstream["loss"].double().cpu() * factor for name, factor in factors.items()}
     reduced = None
@@ -46,7 +58,10 @@ def expect(
         of_rows = {name: upstream[name].double().cpu() * factor for name in ("loss", "z_loss") if name in upstream}
         upstream, reduced = {**upstream, **of_rows}, (factor, reduction)
         options = {**options, "reduction": "none"}
-    rows = Rows(_logits_of(head) if logits is None else logits, target.cpu(), weight, upstream, options)
+    tensors = [logits] if head is None else [tensor for tensor in head if tensor is not None]
+    rows = Rows(
+        exact_logits(tensors)[1].detach() if logits is None else logits, target.cpu(), weight, upstream, options
+    )
     own = (logits if head is None else head[0]).dtype
     wide = torch.float64 if own == torch.float64 else torch.float32
     for name, value in outputs.items():
@@ -61,24 +76,91 @@ def expect(
         expected = rows.expected._replace(
             grad=rows.expected.grad[..., start:stop], grad_scale=4 * rows.expected.grad_scale[..., start:stop]
         )
+        if several:
+            grad, scale = (tensor.sum(-2) for tensor in (expected.grad, expected.grad_scale))
+            expected = expected._replace(grad=grad, grad_scale=scale, lse=expected.lse[..., 0])
         if stop > start:
             assert_grad(_without_padding(grads[0], stop - start, -1), expected)
         return
     wanted, bounds = list(linear.grads), list(linear.grad_bounds)
     if shard is not None:  # a sum over ranks of rounded parts
         bounds[0] = bounds[0] + 4 * eps(own) * (rows.expected.grad_scale @ head[1].detach().double().cpu().abs())
+    if several:
+        wanted[0], bounds[0] = wanted[0].sum(-2), bounds[0].sum(-2)
+    assert_grads(grads, wanted, bounds, shard, part)
+
+
+class _SeveralClasses:
+    """K rows of one class for each row: what a row has once stands at its first place that counts, or else its first."""
+
+    def __init__(self, counted):
+        self.counted, first = counted, counted.to(torch.int8).argmax(-1, keepdim=True)
+        self.first = torch.zeros_like(counted).scatter(-1, first, True)
+
+    def repeated(self, tensor):
+        return tensor.unsqueeze(-2).expand(*self.counted.shape, tensor.shape[-1])
+
+    def factors(self, by_name):
+        return {
+            name: row if name == "log_probs" else torch.where(self.first, row.detach().cpu().unsqueeze(-1), 0.0)
+            for name, row in by_name.items()
+        }
+
+    def outputs(self, outputs, skip_ignored):
+        """Of places that are ignored in rows that count, what the judge expects of ignored rows."""
+        spread = {name: outputs[name].unsqueeze(-1).expand(self.counted.shape) for name in ("entropy", "lse")}
+        inner = (self.counted | self.first).to(spread["lse"].device)
+        spread["entropy"] = torch.where(inner, spread["entropy"], 0.0)
+        spread["lse"] = torch.where(inner, spread["lse"], math.inf) if skip_ignored else spread["lse"]
+        return {**outputs, **spread}
+
+
+def assert_grads(grads, wanted, bounds, shard=None, part=None, *, largest=False, tiny=1e-300):
+    """Of logits, or of input, weight and bias. ``shard``, ``part``: as of ``expect``. ``largest``: one bound for all."""
+    wanted, bounds = list(wanted), list(bounds)
     if part is not None:
         dim, rank, ranks = part
         wanted[0], bounds[0] = (tensor.chunk(ranks, dim)[rank] for tensor in (wanted[0], bounds[0]))
-    names = ("grad_input", "grad_linear_weight", "grad_linear_bias")
-    for i, (name, grad) in enumerate(zip(names, grads, strict=False)):
-        if i > 0:
-            grad, wanted[i], bounds[i] = (
-                _without_padding(grad, stop - start, 0),
-                wanted[i][start:stop],
-                bounds[i][start:stop],
-            )
-        assert_within(name, grad, wanted[i], bounds[i] + 1e-300)
+    for i, (name, grad) in enumerate(zip(("input", "weight", "bias"), grads, strict=False)):
+        right, bound = wanted[i], bounds[i]
+        bound = torch.full_like(bound, float(bound.max()) if bound.numel() else 0.0) if largest else bound
+        if shard is not None and i > 0:
+            start, stop = shard
+            grad, right, bound = _without_padding(grad, stop - start, 0), right[start:stop], bound[start:stop]
+        assert grad.shape == right.shape and bound.isfinite().all()
+        assert_within(f"grad_{name}", grad, right, bound + tiny)
+
+
+def exact_logits(tensors):
+    """Leaves in float64, and the logits that they make: the only one, or those of input, weight and bias."""
+    leaves = [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
+    return leaves, F.linear(*leaves) if len(leaves) > 1 else leaves[0]
+
+
+def products(grad_logits, tensors, magnitudes=False):
+    """The gradients of the tensors of ``exact_logits``; or sums of the absolute parts that cancel in them."""
+    leaves, logits = exact_logits([tensor.abs() for tensor in tensors] if magnitudes else tensors)
+    return torch.autograd.grad(logits, leaves, grad_logits)
+
+
+def unit_of(own, linear):
+    """The relative error of a logit: those of heads are rounded."""
+    return max(eps(torch.float64 if own == torch.float64 else torch.float32), eps(own) if linear else 0.0)
+
+
+def row_factors(counted, token_weight, reduction, divisor):
+    """What the loss of each row is multiplied by; zeros in a mean of nothing."""
+    weight = torch.where(counted, 1.0 if token_weight is None else token_weight.double().cpu(), 0.0).double()
+    return (weight / (weight.sum() if reduction == "mean" else divisor if reduction == "sum" else 1.0)).nan_to_num(0.0)
+
+
+def assert_loss(loss, values, bounds, factor, reduction):
+    """``values`` of rows, with ``bounds``, times ``row_factors``; a mean of nothing is NaN."""
+    wanted, bound = values.detach() * factor, bounds * factor.abs()
+    if reduction != "none":
+        wanted, bound = wanted.sum(), bound.sum()
+        wanted = wanted + math.nan if reduction == "mean" and not factor.any() else wanted
+    assert_within("loss", loss, wanted, bound + 1e-300)
 
 
 def _factors(token_weight, target, weight, reduction, options):
@@ -90,11 +172,6 @@ def _factors(token_weight, target, weight, reduction, options):
     if weight is not None:
         of_targets = token_weight * weight.double().cpu()[torch.where(counted, target.long(), 0)]
     return (token_weight / of_targets.sum()).nan_to_num(0.0)
-
-
-def _logits_of(head):
-    x, w, b = (None if tensor is None else tensor.detach().double().cpu() for tensor in head)
-    return x @ w.t() if b is None else x @ w.t() + b
 
 
 def _without_padding(grad, classes, dim):
@@ -137,9 +214,8 @@ class Rows:
         self.expected = oracle(self.logits, self.target, weight, grad_loss=a, grad_lse=b, **self.options)
 
     def _entropies(self):
-        x, cap = self.logits.clone().requires_grad_(), self.options.get("softcap")
-        z = x * self.scale if cap is None else cap * torch.tanh(x * self.scale / cap)
-        log_p = z.log_softmax(-1)
+        x = self.logits.clone().requires_grad_()
+        log_p = activated(x, self.options.get("softcap"), self.scale).x.log_softmax(-1)
         entropy, c = -(log_p.exp() * log_p).sum(-1), self._given("entropy")
         (grad,) = torch.autograd.grad(entropy, x, c)
         self.entropy, self.far = torch.where(self.counted, entropy, 0).detach(), log_p.detach().abs().amax(-1)
@@ -164,12 +240,11 @@ def _of_head(head, rows, weight, upstream, options, own):
     expected = linear_oracle(x, w, rows.target, bias, weight, upstream=of_loss, **kept)
     if set(upstream) <= {"loss"} or set(upstream) <= {"log_probs"}:
         return expected
-    g, scale = (tensor.reshape(-1, w.shape[0]) for tensor in (rows.expected.grad, rows.expected.grad_scale))
-    flat, wide = x.detach().double().cpu().reshape(len(g), x.shape[-1]), w.detach().double().cpu()
-    grads = ((g @ wide).view(x.shape), g.t() @ flat, g.sum(0))
-    parts = ((scale @ wide.abs()).view(x.shape), scale.t() @ flat.abs(), scale.sum(0))
+    tensors = [tensor for tensor in head if tensor is not None]
+    grads = products(rows.expected.grad, tensors)
+    parts = products(rows.expected.grad_scale, tensors, magnitudes=True)
     largest = abs(rows.scale) * rows.logits.abs().max() if rows.logits.numel() else 0.0
-    tolerance = 4 * eps(own) * (4 + largest) * math.sqrt(1 + len(g) + sum(w.shape))
+    tolerance = 4 * eps(own) * (4 + largest) * math.sqrt(1 + rows.target.numel() + sum(w.shape))
     tiny = torch.finfo(own).tiny
     bounds = tuple(
         torch.full_like(part, float(tolerance * part.max() + tiny) if part.numel() else 0.0) for part in parts

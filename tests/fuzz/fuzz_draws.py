@@ -4,7 +4,6 @@ A draw is a function of its seed. It never draws arguments that are refused. Num
 program's own torch.manual_seed; all that decides about a program (shapes, targets, options) is written out in it.
 """
 
-import inspect
 import random
 
 import fuzz_distillation
@@ -12,12 +11,10 @@ import fuzz_divergences
 import fuzz_largest
 import fuzz_top_k
 import torch
-from fuzz_program import Draw
+from fuzz_program import DTYPES, HALF, Program
 from helpers.option_values import drawn
 
-import xent_ops
-from xent_ops import distributed
-
+OF_HEADS = (fuzz_distillation, fuzz_divergences, fuzz_top_k, fuzz_largest)
 ALONE = (
     "cross_entropy",
     "CrossEntropyLoss",
@@ -29,20 +26,14 @@ ALONE = (
     "linear_cross_entropy_outputs",
     "linear_token_log_probs",
     "linear_token_loss",
-    *fuzz_distillation.NAMES,
-    *fuzz_divergences.NAMES,
-    *fuzz_top_k.NAMES,
-    *fuzz_largest.NAMES,
+    *(name for module in OF_HEADS for name in module.NAMES),
 )
 OVER_RANKS = (
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     "vocab_parallel_linear_token_log_probs",
     "vocab_parallel_linear_token_loss",
-    fuzz_distillation.OVER_RANKS,
-    fuzz_divergences.OVER_RANKS,
-    fuzz_top_k.OVER_RANKS,
-    fuzz_largest.OVER_RANKS,
+    *(module.OVER_RANKS for module in OF_HEADS),
 )
 OUTPUTS = {
     "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy", "token_losses", "entropy"),
@@ -50,7 +41,6 @@ OUTPUTS = {
 }
 STATISTICS = OUTPUTS["log_probs"]  # of which a function of tokens is a sum, with a row of factors for each
 DIFFERENTIABLE = {"loss", "z_loss", "lse", "log_probs", "entropy"}
-DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 # Of a tensor with one dimension or more: what is as it, in other memory. "one": all rows are the first.
 LAYOUTS = {
     "dense": "{0}",
@@ -64,42 +54,36 @@ LAYOUTS = {
 }
 
 
-def parameters_of(name):
-    function = getattr(xent_ops, name, None) or getattr(distributed, name)
-    return list(inspect.signature(function).parameters)
-
-
 def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
-    program = _Program(random.Random(seed), seed, device, names, backend, ranks)
-    for others in (fuzz_distillation, fuzz_divergences, fuzz_top_k, fuzz_largest):
-        if program.name in (*others.NAMES, others.OVER_RANKS):
-            return others.draw(program.random, seed, device, program.name, backend, ranks)
-    return program.draw()
+    pick = random.Random(seed)
+    name = pick.choice(names)
+    own = (module.draw for module in OF_HEADS if name in (*module.NAMES, module.OVER_RANKS))
+    return next(own, _draw)(pick, seed, device, name, backend, ranks)
 
 
-class _Program:
-    def __init__(self, random, seed, device, names, backend, ranks):
-        self.random, self.seed, self.device, self.backend, self.ranks = random, seed, device, backend, ranks
-        self.name = random.choice(names)
-        self.linear, self.module = "linear" in self.name.lower(), self.name[0].isupper()
+def _draw(*args):
+    return _Program(*args).draw()
+
+
+class _Program(Program):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.module = self.name[0].isupper()
         self.kind = next((kind for kind in OUTPUTS if self.name.endswith(kind)), "loss")
-        self.options, self.lines, self.autocast = {}, [], False
+        self.autocast = False
 
     def draw(self):
-        pick = self.random.choice
-        self.dtype = pick(DTYPES)
-        self.classes = pick((1, 2, 3, 17, 37, 64, 130, 1003))
+        self.dtype = self.pick(DTYPES)
+        self.classes = self.pick((1, 2, 3, 17, 37, 64, 130, 1003))
         self._rows()
         self._options()
-        self.say("import torch", "", "import xent_ops", "from fuzz_compare import expect", "")
-        self.say(f"torch.manual_seed({self.seed})")
+        self.begin("fuzz_compare")
         if self.ranks > 1:
             self._shard()
-        self.say(f"target = torch.tensor({self.targets}, dtype={self.index}).view({self.shape}).to({self.device!r})")
-        if len(self.targets) > 0 and self.shape:
-            layout = self.random.choice(
-                ("dense", "gap", "every other", *(["transposed"] if len(self.shape) > 1 else []))
-            )
+        sizes = (*self.shape, *self.places)
+        self.say(f"target = torch.tensor({self.targets}, dtype={self.index}).view({sizes}).to({self.device!r})")
+        if len(self.targets) > 0 and sizes:
+            layout = self.pick(("dense", "gap", "every other", *(["transposed"] if len(sizes) > 1 else [])))
             self.say(f"target = {LAYOUTS[layout].format('target')}")
         if self.weights is not None:
             self.say(f"weight = {self.weights}.to({self.device!r})")
@@ -108,10 +92,14 @@ class _Program:
             if self.options.get("reduction", "mean") != "mean":
                 self.say("token_weight = (token_weight - 0.7).round(decimals=1)")
         for name in self.function:
-            self.say(f"{name} = torch.randn({self.shape}).double().to({self.wide}).to({self.device!r})")
+            sizes = self.sizes_of(name)
+            self.say(f"{name} = torch.randn({sizes}).double().to({self.wide}).to({self.device!r})")
         (self._linear_call if self.linear else self._call)()
         self._results()
-        return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", frozenset(self.given), self.ranks, self.device)
+        return self.drawn()
+
+    def sizes_of(self, name):
+        return (*self.shape, *self.places) if name == "log_probs" else self.shape
 
     @property
     def wide(self):
@@ -120,40 +108,36 @@ class _Program:
     def _of_tokens(self):
         """Keywords for weights, or a function, of tokens."""
         if self.of_tokens:
-            self.given["token_weight"] = 0
-            return ["token_weight=token_weight"]
-        if not self.function:
-            return []
-        self.given |= {"fn": 0, "rows": 0}
-        total = " + ".join(f"rows[{i}] * stats.{name}" for i, name in enumerate(self.function))
-        return [f"fn=lambda stats, *rows: {total}", f"rows=({', '.join(self.function)},)"]
-
-    def say(self, *lines):
-        self.lines += lines
-
-    def maybe(self, share=0.5):
-        return self.random.random() < share
+            self.more.append("token_weight=token_weight")
+        if self.function:
+            terms = [f"rows[{i}] * stats.{name}" for i, name in enumerate(self.function)]
+            if self.places:
+                terms = [f"({term}).sum(-1)" if term.endswith("log_probs") else term for term in terms]
+            self.more.append(f"fn=lambda stats, *rows: {' + '.join(terms)}")
+            self.more.append(f"rows=({', '.join(self.function)},)")
 
     def _rows(self):
         """Shape and targets, and which class or number is ignored."""
-        pick = self.random.choice
+        pick = self.pick
         self.shape = pick([(), (0,), (1,), (2,), (7,), (33,), (2, 3), (3, 4), (2, 0), (2, 3, 2), (150,)])
         self.sequence = None
         if self.ranks > 1 and self.linear and self.maybe(0.3):
             self.sequence = pick((0, 1))
             self.shape = pick([(2 * self.ranks, 3), (4 * self.ranks, 1)])[:: 1 if self.sequence == 0 else -1]
-        rows = torch.Size(self.shape).numel()
+        several = "token_log" in self.name or "token_loss" in self.name
+        self.places = (pick((1, 2, 5, 16)),) if several and self.maybe() else ()
         self.index = pick(("torch.int64", "torch.int64", "torch.int32", "torch.uint8"))
         highest = min(self.classes, 256) if self.index == "torch.uint8" else self.classes
         self.ignored = pick([-100, -1, self.classes + 7, *(self.random.randrange(highest) for _ in range(3))])
         writable = 0 <= self.ignored < 256 if self.index == "torch.uint8" else True
         share = pick((0.0, 0.3, 0.3, 0.9, 1.0)) if writable else 0.0
-        self.targets = [self.ignored if self.maybe(share) else self.random.randrange(highest) for _ in range(rows)]
+        number = torch.Size((*self.shape, *self.places)).numel()
+        self.targets = [self.ignored if self.maybe(share) else self.random.randrange(highest) for _ in range(number)]
         self.counted = [target for target in self.targets if target != self.ignored]
 
     def _options(self):
         """Those of a loss; ``weights`` is the text of the class weights."""
-        pick, options, names = self.random.choice, self.options, parameters_of(self.name)
+        pick, options, names = self.pick, self.options, self.parameters
         self.weights = None
         if self.ignored != -100 or self.maybe(0.2):
             options["ignore_index"] = self.ignored
@@ -184,10 +168,10 @@ class _Program:
             options["batch_invariant"] = True
         if not self.linear:
             return
-        if self.dtype in DTYPES[1:3] and self.maybe(0.3):
-            options["accumulate_dtype"] = _Text("torch.float32")
-        if "logits_dtype" in names and self.dtype in DTYPES[1:3] and self.maybe(0.3):
-            options["logits_dtype"] = _Text("torch.float32")
+        if self.dtype in HALF and self.maybe(0.3):
+            options["accumulate_dtype"] = torch.float32
+        if "logits_dtype" in names and self.dtype in HALF and self.maybe(0.3):
+            options["logits_dtype"] = torch.float32
         if self.maybe():
             options["chunk_rows"] = pick((1, 3, 16, 100))
         if self.maybe(0.2) and "batch_invariant" not in options:  # beside which it has no effect
@@ -197,11 +181,11 @@ class _Program:
             options["pipelined"] = pick((True, False, None)) if with_grad else pick((False, None))
 
     def _weights(self):
-        kind = self.random.choice(("none", "none", "some", "some", "zeros", "small", "large"))
+        kind = self.pick(("none", "none", "some", "some", "zeros", "small", "large"))
         if kind == "none":
             return
         self.weights = f"(torch.rand({self.classes}) + 0.5)"
-        dtype = self.random.choice(("torch.float32", "torch.float64", self.dtype))
+        dtype = self.pick(("torch.float32", "torch.float64", self.dtype))
         mean = self.options.get("reduction", "mean") == "mean"
         if kind == "zeros" and (not mean or any(target % 2 for target in self.counted)):
             self.weights = f"({self.weights} * (torch.arange({self.classes}) % 2))"
@@ -214,7 +198,7 @@ class _Program:
         ends = sorted(self.random.randint(0, self.classes) for _ in range(self.ranks - 1))
         starts, stops = [0, *ends], [*ends, self.classes]
         places = [
-            (start, stop, self.random.choice((0, 2)) if stop == self.classes and start < stop else 0)
+            (start, stop, self.pick((0, 2)) if stop == self.classes and start < stop else 0)
             for start, stop in zip(starts, stops, strict=True)
         ]
         self.say("rank = torch.distributed.get_rank()")
@@ -229,15 +213,14 @@ class _Program:
         allowed += ["transposed", "one row"] if len(shape) > 1 else []
         if shape[-1] == 1:
             allowed = ["stride 0"]
-        return text, LAYOUTS[self.random.choice(["dense", *allowed])]
+        return text, LAYOUTS[self.pick(["dense", *allowed])]
 
     def leaf(self, name, text, layout):
         self.say(f"{name} = {text}", f"{name} = {layout.format(name)}.detach().requires_grad_()")
 
     def _call(self):
         text, layout = self.values((*self.shape, self.classes), 3.0)
-        self.given = dict(self.options)
-        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._of_tokens()
+        self._of_tokens()
         if self.ranks > 1:
             self.say(
                 f"logits = {text}", "part = torch.nn.functional.pad(logits[..., start:stop], (0, padding), value=7.0)"
@@ -246,44 +229,29 @@ class _Program:
             self.say(f"part = {layout.format('part')}.detach().requires_grad_()")
             if "expand" in layout:
                 self.say("logits = logits[:1].expand(logits.shape)")
-            given += ["num_classes=" + str(self.classes), "class_start=start"]
-            self.given |= {"num_classes": 0, "class_start": 0}
+            self.more += [f"num_classes={self.classes}", "class_start=start"]
             if self.weights is not None:
-                given.append("weight=torch.nn.functional.pad(weight[start:stop], (0, padding))")
-                self.given["weight"] = 0
-            call = f"{self.target_name}(part, target, {', '.join(given)})"
-            self.finish(call, ["part"], "logits=logits", shard=True)
+                self.more.append("weight=torch.nn.functional.pad(weight[start:stop], (0, padding))")
+            self.finish(f"{self.path}({', '.join(['part', 'target', *self.texts])})", ["part"], "logits=logits")
             return
         self.leaf("logits", text, layout)
         argument = "logits.clone()" if self.options.get("inplace_backward") else "logits"
         dim = self.random.randrange(len(self.shape) + 1)
         default = 1 if "cross" in self.name.lower() else -1
         if not (dim == default or (dim == len(self.shape) and default == -1) or not self.shape):
-            given.append(f"dim={dim}")
-            self.given["dim"] = dim
+            self.more.append(f"dim={dim}")
         if dim != len(self.shape):
             argument = f"{argument}.movedim(-1, {dim})"
         if self.weights is not None:
-            given.append("weight=weight")
-            self.given["weight"] = 0
+            self.more.append("weight=weight")
         if self.module:
-            call = f"{self.compiled(self.target_name + '(' + ', '.join(given) + ')')}({argument}, target)"
+            call = f"{self.compiled(self.path + '(' + ', '.join(self.texts) + ')')}({argument}, target)"
         else:
-            call = f"{self.compiled(self.target_name)}({', '.join([argument, 'target', *given])})"
+            call = f"{self.compiled(self.path)}({', '.join([argument, 'target', *self.texts])})"
         self.finish(call, ["logits"], "logits=logits")
 
-    @property
-    def target_name(self):
-        return f"xent_ops.distributed.{self.name}" if self.ranks > 1 else f"xent_ops.{self.name}"
-
-    def compiled(self, function):
-        if self.backend is None:
-            return function
-        dynamic = ", dynamic=True" if self.maybe(0.3) else ""
-        return f"torch.compile({function}, fullgraph=True, backend={self.backend!r}{dynamic})"
-
     def _linear_call(self):
-        features = self.random.choice((0, 1, 3, 8, 16, 33))
+        features = self.pick((0, 1, 3, 8, 16, 33))
         self.autocast = self.dtype == "torch.float32" and self.maybe(0.2) and "accumulate_dtype" not in self.options
         scale = f"{max(features, 1)}**-0.5"
         whole = (*self.shape, features)
@@ -296,30 +264,19 @@ class _Program:
             else:
                 self.leaf(name, text, layout)
         leaves = list(tensors)
-        self.given = dict(self.options)
-        given = [f"{name}={value!r}" for name, value in self.options.items()] + self._of_tokens()
+        self._of_tokens()
         if self.ranks > 1:
             leaves = self._parts(tensors)
-            given += [f"num_classes={self.classes}", "class_start=start"]
-            self.given |= {"num_classes": 0, "class_start": 0}
-            if self.sequence is not None:
-                given.append("sequence_parallel=True")
-                self.given["sequence_parallel"] = True
-        weight = "weight" if self.ranks == 1 else "torch.nn.functional.pad(weight[start:stop], (0, padding))"
-        names = {
-            "bias": "bias_shard" if self.ranks > 1 else "linear_bias",
-            "weight": "class_weight" if self.module else "weight",
-        }
+            self.more += [f"num_classes={self.classes}", "class_start=start"]
+            self.more += [] if self.sequence is None else ["sequence_parallel=True"]
         if len(leaves) == 3 and not self.module:
-            given.append(f"{names['bias']}={leaves[2]}")
-            self.given[names["bias"]] = 0
+            self.more.append(f"{'bias_shard' if self.ranks > 1 else 'linear_bias'}={leaves[2]}")
         if self.weights is not None:
-            given.append(f"{names['weight']}={weight}")
-            self.given[names["weight"]] = 0
+            weight = "weight" if self.ranks == 1 else "torch.nn.functional.pad(weight[start:stop], (0, padding))"
+            self.more.append(f"{'class_weight' if self.module else 'weight'}={weight}")
         if self.module:
-            given = [*given, "tied_weight=torch.nn.Parameter(head.detach())", f"bias={len(leaves) == 3}"]
-            self.given |= {"tied_weight": 0, "bias": 0}
-            self.say(f"module = {self.target_name}({', '.join(given)})")
+            self.more += ["tied_weight=torch.nn.Parameter(head.detach())", f"bias={len(leaves) == 3}"]
+            self.say(f"module = {self.path}({', '.join(self.texts)})")
             self.say("leaves = [input, *module.parameters()]")
             if len(leaves) == 3:
                 self.say("module.bias.data.copy_(bias)")
@@ -327,14 +284,11 @@ class _Program:
             if divisor:
                 self.options["divisor"] = 3.0
             call = f"{self.compiled('module')}(input, target{divisor})"
-            names_of_leaves = "leaves"
+            leaves = "leaves"
         else:
-            call = f"{self.compiled(self.target_name)}({', '.join([leaves[0], leaves[1], 'target', *given])})"
-            names_of_leaves = leaves
-        in_product = ".bfloat16()" if self.autocast else ""
-        parts = [f"{name}{in_product}" for name in tensors]
-        head = ", ".join([*parts, "None"][:3])
-        self.finish(call, names_of_leaves, f"head=({head})", shard=self.ranks > 1)
+            call = f"{self.compiled(self.path)}({', '.join([leaves[0], leaves[1], 'target', *self.texts])})"
+        parts = [f"{name}.bfloat16()" if self.autocast else name for name in tensors]
+        self.finish(call, leaves, f"head=({', '.join([*parts, 'None'][:3])})")
 
     def _parts(self, tensors):
         """This rank's parts of the tensors, in their layouts, as leaves."""
@@ -351,12 +305,12 @@ class _Program:
             self.say(f"my_{name}.requires_grad_()")
         return [f"my_{name}" for name in tensors]
 
-    def finish(self, call, leaves, problem, shard=False):
+    def finish(self, call, leaves, problem):
         if self.autocast:
             self.say(f"with torch.autocast({self.device!r}, torch.bfloat16):", f"    results = {call}")
         else:
             self.say(f"results = {call}")
-        self.leaves, self.problem, self.in_shard = leaves, problem, shard
+        self.leaves, self.problem = leaves, problem
 
     def _results(self):
         names = OUTPUTS.get(self.kind, ("loss",))
@@ -374,9 +328,9 @@ class _Program:
         # float16 has rounded the gradient, below 2^-14 to steps of 2^-24, before it is multiplied by this: one at most.
         least = self.options.get("grad_in_forward") and self.dtype == "torch.float16"
         for name in chosen:
-            factor = self.random.choice((1.0, 1.0, -1.0, -0.25, 0.0, *((1e4, -1e-4) if limit else ())))
+            factor = self.pick((1.0, 1.0, -1.0, -0.25, 0.0, *((1e4, -1e-4) if limit else ())))
             of_rows = "rand" if least else "randn"
-            value = self.random.choice(
+            value = self.pick(
                 (f"torch.{of_rows}(outputs[{name!r}].shape, dtype=torch.float64) * {factor}",
                  f"torch.tensor({factor}, dtype=torch.float64).expand(outputs[{name!r}].shape)")
             )  # fmt: skip
@@ -398,16 +352,10 @@ class _Program:
             more.append("token_weight=token_weight")
         if self.function:
             more.append(f"function={{{', '.join(f'{name!r}: {name}' for name in self.function)}}}")
-        if self.in_shard:
+        if self.ranks > 1:
             more.append("shard=(start, stop)")
+        if self.places:
+            more.append("several=True")
         if self.sequence is not None:
             more.append(f"part=({self.sequence}, rank, {self.ranks})")
         self.say(f"expect(outputs, grads, upstream, target=target, {', '.join([self.problem, *more])})")
-
-
-class _Text:
-    def __init__(self, text):
-        self.text = text
-
-    def __repr__(self):
-        return self.text

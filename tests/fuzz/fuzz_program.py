@@ -1,8 +1,15 @@
 """A draw: a program that a test runs, and prints where it fails."""
 
 import dataclasses
+import inspect
 import traceback
 import types
+
+import xent_ops
+from xent_ops import distributed
+
+DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+HALF = DTYPES[1:3]
 
 HEAD = """\
 # In the root of a checkout: {command}
@@ -49,6 +56,48 @@ class Draw:
     def run(self):
         module = types.ModuleType(f"draw_{self.seed}")
         exec(compile(self.body, f"<draw {self.seed}>", "exec"), vars(module))
+
+
+def parameters_of(name):
+    function = getattr(xent_ops, name, None) or getattr(distributed, name)
+    return list(inspect.signature(function).parameters)
+
+
+class Program:
+    """A draw in the making: its ``lines``, and of its call ``options``, by name, and texts of other keywords."""
+
+    def __init__(self, random, seed, device, name, backend, ranks):
+        self.random, self.seed, self.device, self.backend, self.ranks = random, seed, device, backend, ranks
+        self.name, self.parameters, self.linear = name, parameters_of(name), "linear" in name.lower()
+        self.path = f"xent_ops.distributed.{name}" if ranks > 1 else f"xent_ops.{name}"
+        self.options, self.more, self.lines = {}, [], []
+
+    def pick(self, choices):
+        return self.random.choice(choices)
+
+    def maybe(self, share=0.5):
+        return self.random.random() < share
+
+    def say(self, *lines):
+        self.lines += lines
+
+    def begin(self, judge):
+        self.say("import torch", "", "import xent_ops", f"from {judge} import expect", "")
+        self.say(f"torch.manual_seed({self.seed})")
+
+    def compiled(self, function):
+        if self.backend is None:
+            return function
+        dynamic = ", dynamic=True" if self.maybe(0.3) else ""
+        return f"torch.compile({function}, fullgraph=True, backend={self.backend!r}{dynamic})"
+
+    @property
+    def texts(self):
+        return [*(f"{name}={value!r}" for name, value in self.options.items()), *self.more]
+
+    def drawn(self):
+        keywords = frozenset(text.split("=")[0] for text in self.texts)
+        return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", keywords, self.ranks, self.device)
 
 
 def failure_of(draw):

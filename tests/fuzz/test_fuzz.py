@@ -10,8 +10,8 @@ import time
 import fuzz_on_ranks
 import pytest
 import torch
-from fuzz_draws import ALONE, OVER_RANKS, draw, parameters_of
-from fuzz_program import failure_of
+from fuzz_draws import ALONE, OVER_RANKS, draw
+from fuzz_program import failure_of, parameters_of
 from helpers.processes import run_python, run_with_torch
 from helpers.workers import Workers
 
@@ -84,7 +84,8 @@ def test_every_option_is_drawn(name):
     ranks = 2 if name in OVER_RANKS else 1
     draws = [draw(seed, names=(name,), ranks=ranks) for seed in range(300)]
     found = set().union(*(one.keywords for one in draws))
-    tensors = {"input", "logits_shard", "linear_weight", "weight_shard", "target"}
+    tensors = {"input", "logits_shard", "linear_weight", "weight_shard", "target", "ids", "probs", "k"}
+    tensors |= {"teacher_input", "teacher_weight", "teacher_weight_shard"}
     others = {"group", "in_features", "num_classes", "device", "dtype"} if ranks == 1 else {"group"}
     others |= {"products"}  # whose errors are of the whole: tests/operators/test_fp8.py
     assert set(parameters_of(name)) - tensors - others <= found
