@@ -286,6 +286,39 @@ def test_after_an_error_the_next_call_is_right():
     tiny.assert_same(tiny.step(model, model, ids, labels), want)
 
 
+def marked_as_partitioned():
+    """(a model with use_xent, (what a hook of its head raises,)). Its head has DeepSpeed's mark, its weight is whole."""
+    model, raised = tiny.make(), []
+
+    def hook(module, args):
+        if raised and args[0].numel():  # the call that computes the loss
+            raise raised[0]
+
+    model.lm_head.register_forward_pre_hook(hook)
+    use_xent(model)
+    model.lm_head.weight.ds_id = 0
+    return model, raised
+
+
+def test_a_hook_that_raises_leaves_the_head_as_it_was():
+    """With a partitioned weight the head's forward is replaced for one call, which the hook ends before it."""
+    (model, raised), batch = marked_as_partitioned(), tiny.batch()
+    want = tiny.step(model, model, *batch)
+    raised.append(KeyError("of a hook"))
+    with pytest.raises(KeyError, match="of a hook"):
+        tiny.step(model, model, *batch)
+    assert "forward" not in vars(model.lm_head)
+    raised.clear()
+    tiny.assert_same(tiny.step(model, model, *batch), want, rtol=0.0)
+
+
+def test_a_partitioned_head_whose_forward_is_replaced_later():
+    (model, _), batch = marked_as_partitioned(), tiny.batch()
+    model.lm_head.forward = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
+    with pytest.raises(TypeError, match="the forward of the head is replaced"):
+        tiny.step(model, model, *batch)
+
+
 def test_candidates_of_a_tail():
     config = transformers.Gemma2Config(final_logit_softcapping=30.0)
     config.logits_scaling = 8.0

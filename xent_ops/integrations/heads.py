@@ -85,19 +85,16 @@ def inside(module: Any) -> Any:
 def refuse_sharded(head: Any, wrapped: bool = False) -> None:
     """Raise TypeError for a head whose weight cannot be gathered. ``wrapped``: the caller has FSDP1's wrapper."""
     kind = type(head)
-    if wrapped or is_partitioned(
-        head
-    ):  # inside of a forward, a look at head.weight would gather it for the whole model
+    if wrapped or is_partitioned(head):  # in a forward, a look at head.weight would gather it for the whole model
         if kind is not nn.Linear:
             raise TypeError(
                 f"the head is a {kind.__module__}.{kind.__qualname__} whose weight is partitioned over ranks (ZeRO-3, "
                 "FSDP1); expected a torch.nn.Linear there, without adapters"
             )
-        return
-    weight: Any = head.weight if kind is nn.Linear else None
-    is_plain = type(weight) in (Tensor, nn.Parameter)
-    if is_plain and (weight.dim() != 2 or weight.untyped_storage().size() == 0):
-        raise TypeError("the head's weight is in FSDP1's flat parameter: pass the model's FullyShardedDataParallel")
+        _refuse_replaced_forward(head)
+    elif kind is nn.Linear and type(head.weight) in (Tensor, nn.Parameter):
+        if head.weight.dim() != 2 or head.weight.untyped_storage().size() == 0:
+            raise TypeError("the head's weight is in FSDP1's flat parameter: pass the model's FullyShardedDataParallel")
 
 
 def in_call_of(module: Any, head: Any, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
@@ -110,8 +107,12 @@ def in_call_of(module: Any, head: Any, function: Callable[[Tensor], Any], hidden
         del head.forward
         return function(hidden)
 
+    refuse_sharded(head, wrapped=module is not head)
     head.forward = forward
-    return module(hidden)
+    try:
+        return module(hidden)
+    finally:  # a hook that runs before the forward may raise
+        vars(head).pop("forward", None)
 
 
 @contextlib.contextmanager
@@ -139,6 +140,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for context in contexts.values():  # of a call that raised
+            context.__exit__(None, None, None)
 
 
 def _pre_hooks(model: nn.Module) -> Iterator[Any]:
@@ -192,14 +195,18 @@ def _check_linear(head: Any, upcast: bool = False) -> None:
             f"the head is a {kind}; expected torch.nn.Linear, plain or with peft's LoRA on it, or a subclass that "
             f"multiplies 16-bit operands in float32{_OF_PEFT if kind.startswith('peft.') else ''}"
         )
-    if "forward" in vars(head):
-        raise TypeError(
-            "the forward of the head is replaced (accelerate does so where a model is dispatched over devices): its "
-            "weight may be elsewhere"
-        )
+    _refuse_replaced_forward(head)
     weight = head.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in FLOATS:
         raise TypeError(
             f"the head's weight is a {type(weight).__name__} of {weight.dtype}; expected a plain tensor of one of "
             f"{', '.join(map(str, FLOATS))}: heads that are quantised, or split over ranks, cannot be taken"
+        )
+
+
+def _refuse_replaced_forward(head: Any) -> None:
+    if "forward" in vars(head):
+        raise TypeError(
+            "the forward of the head is replaced (accelerate does so where a model is dispatched over devices): its "
+            "weight may be elsewhere"
         )

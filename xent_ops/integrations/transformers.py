@@ -297,7 +297,6 @@ class _Hooks:
         if self.loss is None and self.hidden is not None:
             call, self.call = self.call, None  # our hooks on the head leave this call alone
             outer = self.model.get_output_embeddings()
-            heads.refuse_sharded(self.head, outer is not self.head)
             self.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), self.hidden)
             self.call = call
         seen = (self.call.num_items_in_batch is None, self.call.ignore_index, self.call.shift_labels is None)
