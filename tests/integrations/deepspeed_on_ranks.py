@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from unittest import mock
 
 import deepspeed
 import peft
@@ -10,6 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -60,8 +62,9 @@ def batches(number):
     return [torch.randint(CLASSES, (2, 9), generator=draws) for _ in range(number)]
 
 
-def losses(model, stage, step):
+def losses(model, stage, step, on_engine=lambda engine: None):
     engine, found = engine_of(model, stage), []
+    on_engine(engine)
     for ids in batches(5):
         loss = step(engine, ids)
         engine.backward(loss)
@@ -79,6 +82,8 @@ def with_use_xent(stage):
     model = language_model()
     use_xent(model)
     torch.testing.assert_close(losses(model, stage, of_language_model), want, rtol=1e-5, atol=1e-6)
+    after = losses(language_model(), stage, of_language_model, lambda engine: use_xent(engine.module))
+    torch.testing.assert_close(after, want, rtol=1e-5, atol=1e-6)
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -162,6 +167,33 @@ def zero_3_of_language_models(stage):
                 torch.testing.assert_close(trained(name, order, **options), want, rtol=1e-5, atol=1e-6)
 
 
+def gathered_in_a_step(used, limits):
+    """How many numbers the third step gathers. In the first two DeepSpeed learns the order of the modules."""
+    model = language_model()
+    if used:
+        use_xent(model)
+    engine, sizes = engine_of(model, 3, zero_optimization={"stage": 3, **limits}), []
+
+    def all_gather(input, output, *args):
+        sizes.append(output.numel())
+        return theirs(input, output, *args)
+
+    theirs = partition_parameters._dist_allgather_fn
+    with mock.patch.object(partition_parameters, "_dist_allgather_fn", all_gather):
+        for ids in batches(3):
+            sizes.clear()
+            engine.backward(of_language_model(engine, ids))
+            engine.step()
+    return sum(sizes)
+
+
+def what_is_gathered(stage):
+    """With DeepSpeed's default the head stays for its second call; where nothing may stay, it is gathered once more."""
+    default = {"stage3_param_persistence_threshold": 0}
+    assert gathered_in_a_step(True, default) == gathered_in_a_step(False, default) > 0
+    assert gathered_in_a_step(True, SMALL[3]) == gathered_in_a_step(False, SMALL[3]) + CLASSES * FEATURES
+
+
 def adapters_on_the_head(stage):
     """Each of its modules is gathered by itself: refused, before the engine exists and after."""
     for partitioned in (True, False):
@@ -181,7 +213,7 @@ if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     cases = {
         function.__name__: function
-        for function in (with_use_xent, zero_3_of_language_models, adapters_on_the_head, of_trainer)
+        for function in (with_use_xent, zero_3_of_language_models, what_is_gathered, adapters_on_the_head, of_trainer)
     }
     if case in cases:
         cases[case](stage)

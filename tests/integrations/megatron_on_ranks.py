@@ -1,6 +1,7 @@
 """Training of Megatron-Core's GPTModel with our loss and with its own; started by torchrun from test_megatron.py."""
 
 import contextlib
+import copy
 import itertools
 import os
 import sys
@@ -11,9 +12,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import nn
 
 import xent_ops
@@ -42,6 +46,20 @@ def norm(cls, config, hidden_size, eps=1e-5):
     return made
 
 
+class GatheringAttention(DotProductAttention):
+    """Megatron's attention in plain torch, which refuses context parallelism, over the keys of all ranks."""
+
+    def __init__(self, config, *args, **kwargs):
+        config = copy.copy(config)
+        config.context_parallel_size = 1
+        super().__init__(config, *args, **kwargs)
+
+    def forward(self, query, key, value, *args, **kwargs):
+        group = parallel_state.get_context_parallel_group()
+        key, value = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
+        return super().forward(query, key, value, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def on_a_cpu(**sizes):
     """Megatron's groups on CPUs. It asks for the GPU's number, and keeps states of the GPU's random numbers."""
@@ -61,12 +79,17 @@ def on_a_cpu(**sizes):
 def make(kind=GPTModel, tied=False, dtype=torch.float32, stage=None, **options):
     """The same weights in each call. ``stage`` of a pipeline of two."""
     torch.manual_seed(0)
-    sizes = {"tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size()}
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
     if stage is not None:
         sizes |= {"pipeline_model_parallel_size": 2, "pipeline_dtype": dtype}
     sizes |= {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     config = TransformerConfig(**SIZES, **ON_A_CPU, **sizes, **options)
     layer, mtp = get_gpt_layer_local_spec(), None
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     ends = {} if stage is None else {"pre_process": stage == 0, "post_process": stage == 1}
@@ -92,16 +115,28 @@ def batches():
         yield (ids, torch.arange(S).expand(B, S), attention), labels, mask
 
 
+def on_this_rank(inputs, labels, mask):
+    """This rank's part of a batch with context parallelism, split by Megatron. It attends to the tokens of all ranks."""
+    ids, positions, attention = inputs
+    names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+    batch = get_batch_on_this_cp_rank(dict(zip(names, (ids, positions, attention, labels, mask), strict=True)))
+    ids, positions, attention, labels, mask = (batch[name] for name in names)
+    order = gather_from_sequence_parallel_region(positions[0], group=parallel_state.get_context_parallel_group())
+    return (ids, positions, attention[..., order]), labels, mask
+
+
 def train(model, **options):
     """(losses of each step, gradients of each step by name, weights behind the last one)"""
     optimizer, losses, gradients = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9), [], []
-    for inputs, labels, mask in batches():
+    for batch in batches():
         optimizer.zero_grad()
+        inputs, labels, mask = on_this_rank(*batch)
         found = model(*inputs, labels=labels, loss_mask=mask, **options)
-        ((found * mask).sum() / mask.sum()).backward()
+        ((found * mask).sum() / batch[2].sum()).backward()
         for parameter in model.parameters():
             if getattr(parameter, "sequence_parallel", False):  # of each rank's tokens
-                dist.all_reduce(parameter.grad)
+                dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+            dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
         optimizer.step()
         losses.append(found.detach() * mask)
         gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
@@ -139,6 +174,18 @@ def tensor_parallel():
             assert (report.ranks, report.classes) == (2, V)
             assert report.sequence_parallel == ("sequence" in variant) and report.tied == ("tied" in variant)
             assert report.heads == VARIANTS[variant].get("mtp_num_layers", 0) + 1
+
+
+def context_parallel():
+    """The sequence is split over two ranks; with four ranks the head too."""
+    with on_a_cpu():  # each rank by itself
+        whole, _, _ = train(make())
+    with on_a_cpu(context_parallel_size=2, tensor_model_parallel_size=dist.get_world_size() // 2):
+        parts = [get_batch_on_this_cp_rank({"losses": losses})["losses"] for losses in whole]
+        assert_close(train(make())[0], parts)  # our attention is right
+        for variant in ("plain", "multi-token prediction, tied"):
+            for options in ({}, {"loss_mask": True, "chunk_rows": 3}):
+                compare(variant, **options)
 
 
 def train_stage(model):

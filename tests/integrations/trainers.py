@@ -1,5 +1,6 @@
 """Trainers of TRL with tiny models and texts, and how two runs are compared."""
 
+import contextlib
 import os
 import string
 from unittest import mock
@@ -112,13 +113,15 @@ def make(kind, folder, name="Llama", teacher="Llama", base=None, seen=None, **op
         return kind_of_trainer(model, args=arguments, train_dataset=data(kind), processing_class=words, **more)
 
 
-def run(kind, folder, before_training, **options):
-    """(losses of micro-batches, what was logged, weights) of a run."""
+def run(kind, folder, before_training, gathered=contextlib.nullcontext, **options):
+    """(losses of micro-batches, what was logged, weights) of a run. In ``gathered(weights)`` these are whole."""
     seen = []
     trainer = make(kind, folder, seen=seen, **options)
     before_training(trainer)
     trainer.train()
-    weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters() if value.requires_grad}
+    named = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
+    with gathered(list(named.values())):
+        weights = {name: value.detach().clone() for name, value in named.items()}
     return seen, trainer.state.log_history, weights
 
 

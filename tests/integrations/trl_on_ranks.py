@@ -10,10 +10,17 @@ import pytest
 import tiny
 import torch
 import trainers
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from xent_ops.integrations.trl import use_xent
+
+ZERO_3_MODELS = {"SFT": "Llama", "DPO": "Gemma2", "GRPO": "Qwen2"}
+# Weights of any size are in parts, and gathered only where they are used.
+LIMITS = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+ZERO_3 = {"stage": 3, **{f"stage3_{name}": 0 for name in LIMITS}}
 
 
 def below_ddp(kind, folder):
@@ -49,23 +56,50 @@ def below_fsdp(folder):
         assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-8
 
 
-def below_zero_3(folder):
-    """A step of the fused head for each of its losses, use_xent before the engine is made and after."""
+def deepspeed_for(folder):
+    """The package, and the models on disk: once there is a group, rank 0 alone saves."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__ = {}  # else it compiles an operator at first, for minutes
-    kinds = {"SFT": "Llama", "DPO": "Gemma2", "GRPO": "Qwen2"}
-    for name in kinds.values():
-        trainers.saved(folder, name)  # once there is a group, rank 0 alone saves
+    for name in ZERO_3_MODELS.values():
+        trainers.saved(folder, name)
+    return deepspeed
+
+
+def training_below_zero_3(folder):
+    """Whole runs, of models whose weights are in parts from the beginning: a trainer makes them so."""
+    deepspeed = deepspeed_for(folder)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")  # without a GPU accelerate would count one process
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {"zero_optimization": ZERO_3, "zero_allow_untested_optimizer": True, **dict.fromkeys(names, "auto")}
+    options = {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+
+    def untouched(trainer):
+        assert trainer.is_deepspeed_enabled and trainer.accelerator.num_processes == 2
+        assert all(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters())
+
+    for kind, name in ZERO_3_MODELS.items():
+        runs = []
+        for before_training in (use_xent, untouched):
+            AcceleratorState._reset_state()
+            runs.append(
+                trainers.run(kind, folder, before_training, deepspeed.zero.GatheredParameters, name=name, **options)
+            )
+        trainers.assert_same_run(*runs)
+
+
+def below_zero_3(folder):
+    """A step of the fused head for each of its losses, use_xent before the engine is made and after."""
+    deepspeed = deepspeed_for(folder)
     trainers.saved(folder, "Llama", hidden_size=24, intermediate_size=48)
     deepspeed.init_distributed("gloo")
-    limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, **{f"stage3_{name}": 0 for name in limits}},
+        "zero_optimization": ZERO_3,
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
     }
-    for kind, name in kinds.items():
+    for kind, name in ZERO_3_MODELS.items():
         found = []
         for order in (None, "before", "after"):
             trainer = trainers.make(kind, folder, name)
@@ -97,7 +131,7 @@ def below_zero_3(folder):
 if __name__ == "__main__":
     kind = sys.argv[1]
     with tempfile.TemporaryDirectory() as name:
-        if kind in (wrapped := {"FSDP": below_fsdp, "ZeRO-3": below_zero_3}):
+        if kind in (wrapped := {"FSDP": below_fsdp, "ZeRO-3": below_zero_3, "ZeRO-3 training": training_below_zero_3}):
             wrapped[kind](Path(name))
         else:
             below_ddp(kind, Path(name))

@@ -92,9 +92,11 @@ def refuse_sharded(head: Any, wrapped: bool = False) -> None:
                 "FSDP1); expected a torch.nn.Linear there, without adapters"
             )
         _refuse_replaced_forward(head)
-    elif kind is nn.Linear and type(head.weight) in (Tensor, nn.Parameter):
-        if head.weight.dim() != 2 or head.weight.untyped_storage().size() == 0:
-            raise TypeError("the head's weight is in FSDP1's flat parameter: pass the model's FullyShardedDataParallel")
+        return
+    weight: Any = head.weight if kind is nn.Linear else None
+    is_plain = type(weight) in (Tensor, nn.Parameter)
+    if is_plain and (weight.dim() != 2 or weight.untyped_storage().size() == 0):
+        raise TypeError("the head's weight is in FSDP1's flat parameter: pass the model's FullyShardedDataParallel")
 
 
 def in_call_of(module: Any, head: Any, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
@@ -128,8 +130,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
     def release(module: nn.Module, args: Any, output: Any) -> None:
         contexts.pop(module).__exit__(None, None, None)
 
-    if is_partitioned(model) and not any(_module_of(hook).startswith("deepspeed.") for hook in _pre_hooks(model)):
-        import deepspeed  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    if is_partitioned(model) and not any(_module_of(hook).startswith("deepspeed.") for hook in hooks):
+        import deepspeed
 
         for module in model.modules():
             if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
@@ -142,10 +145,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
             handle.remove()
         for context in contexts.values():  # of a call that raised
             context.__exit__(None, None, None)
-
-
-def _pre_hooks(model: nn.Module) -> Iterator[Any]:
-    return (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
 def _module_of(hook: Any) -> str:

@@ -11,12 +11,8 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.common.language_module.language_module import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    LanguageModule,
-)
-from megatron.core.tensor_parallel import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    ColumnParallelLinear,
-)
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
 from ..distributed.bound import NAMES, bind_shard
@@ -89,7 +85,7 @@ def use_xent(
 
     Raises:
         TypeError: another kind of model; an output layer or a loss that is not Megatron's own (adapters, softcaps).
-        ValueError: ``defer_embedding_wgrad_compute`` or ``disable_grad_reduce``.
+        ValueError: ``defer_embedding_wgrad_compute``.
         RuntimeError: use_xent is on already. Later, from a call of the model: the logits are changed before the loss,
             or used without it, or only parts of the model's forward are called (``build_schedule_plan``).
         TypeError, ValueError: options that ``vocab_parallel_linear_cross_entropy`` refuses.
@@ -162,12 +158,8 @@ def _check(model: Any, layer: Any) -> None:
                 f"{name} of {type_name(one)} is not that of megatron.core's {owner.__name__}: adapters on the output "
                 "layer, changed logits and other losses are not supported"
             )
-    for option, value in (
-        ("defer_embedding_wgrad_compute", model.config.defer_embedding_wgrad_compute),
-        ("disable_grad_reduce", layer.disable_grad_reduce),
-    ):
-        if value:
-            raise ValueError(f"the output layer has {option}=True, which use_xent does not support: expected False")
+    if model.config.defer_embedding_wgrad_compute:
+        raise ValueError("defer_embedding_wgrad_compute=True is not supported: expected False")
 
 
 class _Head:
@@ -263,8 +255,6 @@ class _OfSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask = ctx.saved_tensors[0].to(grad.dtype)
-        if mask.numel() == 0:
-            return grad.new_zeros(()), None, None
         # The rows of the largest factor know the number best; squares of factors could overflow or vanish.
         largest, place = mask.abs().flatten().max(0)
         number = torch.where(largest > 0, grad.flatten()[place] / mask.flatten()[place], 0.0)

@@ -8,11 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torchtitan.components import loss as titan  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from torchtitan.distributed.spmd_types import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    current_spmd_mesh,
-    spmd_mesh_size,
-)
+from torchtitan.components import loss as titan
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
 from ..distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from ..functional import cross_entropy

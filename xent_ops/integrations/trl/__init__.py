@@ -10,7 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import trl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import trl
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from trl.trainer import distillation_trainer  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from trl.trainer import distillation_trainer
 
 from ... import distillation, linear
 from ...kernels.options import Activation

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trl.trainer.utils import FusedCausalLMOutput  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from trl.trainer.utils import FusedCausalLMOutput
 
 from ... import linear
 from ...kernels.options import Activation, Reduction
