@@ -121,11 +121,12 @@ def below_zero_3(folder):
         for ours, (field, theirs) in itertools.product(found[1:], found[0].items()):
             error = (ours[field] - theirs).norm()
             assert error <= 1e-5 * theirs.norm() + 1e-8, f"{kind}, {field}: {error:.1e} of {theirs.norm():.1e}"
-    trainer = trainers.make("GKD", folder)
-    for parameter in trainer.model.parameters():
-        parameter.ds_id = 0  # DeepSpeed's mark
-    with pytest.raises(TypeError, match="GKDTrainer: the head's weight is partitioned by DeepSpeed's ZeRO-3"):
-        use_xent(trainer)
+    for kind in ("GKD", "Distillation"):
+        trainer = trainers.make(kind, folder)
+        for parameter in trainer.model.parameters():
+            parameter.ds_id = 0  # DeepSpeed's mark
+        with pytest.raises(TypeError, match=f"{kind}Trainer: the head's weight is partitioned by DeepSpeed's ZeRO-3"):
+            use_xent(trainer)
 
 
 if __name__ == "__main__":

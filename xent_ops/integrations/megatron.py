@@ -64,8 +64,8 @@ def use_xent(
     """Make a GPTModel of Megatron-Core compute the losses of its tokens without its logits, in training and evaluation.
 
     A call with labels returns losses (B, S) as before, and gradients equal those of the original model. Labels below 0
-    are ignored. Tensor, sequence and pipeline parallelism, tied embeddings and multi-token prediction are supported.
-    ``remove_xent(model)`` undoes it.
+    are ignored. Tensor, sequence, pipeline and context parallelism, tied embeddings and multi-token prediction are
+    supported. ``remove_xent(model)`` undoes it.
 
     Call it on every rank, for each chunk of a virtual pipeline, before or after Megatron's wrappers.
 
