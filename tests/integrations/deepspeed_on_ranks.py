@@ -131,6 +131,11 @@ def make(name, partitioned, checkpointing):
     return model.train()
 
 
+def assert_nothing_is_gathered(model):
+    statuses = {parameter.ds_status.name for parameter in model.parameters()}
+    assert statuses == {"NOT_AVAILABLE"}, f"something stays gathered: {statuses}"
+
+
 def trained(name, order, partitioned=False, checkpointing=False):
     """(losses of training and of evaluations between, weights) of four steps of two micro-batches."""
     model, found = make(name, partitioned, checkpointing), []
@@ -153,8 +158,7 @@ def trained(name, order, partitioned=False, checkpointing=False):
             with torch.no_grad():
                 found.append(engine(input_ids=ids, labels=labels).loss)
             engine.train()
-    statuses = {parameter.ds_status.name for parameter in model.parameters()}
-    assert statuses == {"NOT_AVAILABLE"}, f"something stays gathered: {statuses}"
+    assert_nothing_is_gathered(model)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return found, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -194,8 +198,8 @@ def what_is_gathered(stage):
     assert gathered_in_a_step(True, SMALL[3]) == gathered_in_a_step(False, SMALL[3]) + CLASSES * FEATURES
 
 
-def adapters_on_the_head(stage):
-    """Each of its modules is gathered by itself: refused, before the engine exists and after."""
+def refusals(stage):
+    """Adapters on the head: each of its modules is gathered by itself. Refused, before the engine exists and after."""
     for partitioned in (True, False):
         model = make("Llama", partitioned, False)
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
@@ -205,6 +209,11 @@ def adapters_on_the_head(stage):
             else:
                 use_xent(model)
                 of_language_model(engine_of(model, 3), batches(1)[0])
+    model = make("Llama", partitioned=True, checkpointing=False)
+    model.lm_head.register_forward_pre_hook(lambda module, args: {}["of a hook"])
+    with pytest.raises(KeyError, match="of a hook"):
+        use_xent(model)
+    assert_nothing_is_gathered(model)
 
 
 if __name__ == "__main__":
@@ -213,7 +222,7 @@ if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     cases = {
         function.__name__: function
-        for function in (with_use_xent, zero_3_of_language_models, what_is_gathered, adapters_on_the_head, of_trainer)
+        for function in (with_use_xent, zero_3_of_language_models, what_is_gathered, refusals, of_trainer)
     }
     if case in cases:
         cases[case](stage)

@@ -12,7 +12,7 @@ PACKAGES = ("deepspeed", "transformers", "peft")
 ABSENT = [name for name in PACKAGES if importlib.util.find_spec(name) is None]  # importing DeepSpeed asks for compilers
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"{', '.join(ABSENT)} not installed")
 CASES = [(case, stage) for stage in (2, 3) for case in ("module", "tied", "with_use_xent")]
-CASES += [(case, 3) for case in ("zero_3_of_language_models", "what_is_gathered", "adapters_on_the_head", "of_trainer")]
+CASES += [(case, 3) for case in ("zero_3_of_language_models", "what_is_gathered", "refusals", "of_trainer")]
 
 
 @pytest.mark.parametrize("case, stage", CASES)

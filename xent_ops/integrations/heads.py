@@ -135,16 +135,13 @@ def gathered(model: nn.Module) -> Iterator[None]:
         import deepspeed
 
         for module in model.modules():
-            if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
-                handles.append(module.register_forward_pre_hook(gather, prepend=True))
-                handles.append(module.register_forward_hook(release))
+            handles.append(module.register_forward_pre_hook(gather, prepend=True))
+            handles.append(module.register_forward_hook(release, always_call=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for context in contexts.values():  # of a call that raised
-            context.__exit__(None, None, None)
 
 
 def _module_of(hook: Any) -> str:

@@ -140,9 +140,8 @@ def _base(model: Any) -> Any:
     base = model
     while not isinstance(base, LanguageModule) and isinstance(getattr(base, "module", None), nn.Module):
         base = base.module  # Float16Module, DistributedDataParallel
-    expected = "a GPTModel or MambaModel of megatron.core, or a wrapper of one"
     if not isinstance(base, LanguageModule) or "labels" not in inspect.signature(base.forward).parameters:
-        raise TypeError(f"expected {expected}, got {type_name(base)}")
+        raise TypeError(f"expected a GPTModel or MambaModel of megatron.core, or a wrapper, got {type_name(base)}")
     return base
 
 
@@ -221,8 +220,7 @@ class _Head:
                 "(build_schedule_plan of overlap_moe_expert_parallel_comm does that): call remove_xent(model)"
             )
         if self.passed_on is None or self.passed_on[0] is not logits:
-            name = type(self.model).__name__
-            raise RuntimeError(f"{name} changes its logits before the loss: call remove_xent(model)")
+            raise RuntimeError(f"{type_name(self.model)} changes its logits before the loss: call remove_xent(model)")
         (hidden, weight), self.passed_on = self.passed_on, None
         mask = self.mask if labels is self.labels else None  # further heads have labels and masks of their own
         labels = labels.where(labels >= 0, -100)  # Megatron computes a number there, which the mask drops

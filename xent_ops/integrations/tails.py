@@ -36,10 +36,9 @@ def find(model: Any, head: nn.Module, upcast: bool = False, wrapper: Any = None)
     by an empty tensor, as in training. If the two losses differ, the model reads its logits beside the loss.
     """
     name = type(model).__name__
-    call = model if wrapper is None else wrapper
     with heads.gathered(model):
-        ramped, loss = _run(model, call, head, upcast, ramp=True)
-        _, without_logits = _run(model, call, head, upcast, ramp=False)
+        ramped, loss = _run(model, head, upcast, wrapper, ramp=True)
+        _, without_logits = _run(model, head, upcast, wrapper, ramp=False)
     if not torch.equal(loss, without_logits):
         raise ValueError(
             f"{name} reads its logits beside the loss (its loss is {loss:g}, and {without_logits:g} "
@@ -70,7 +69,7 @@ def _ramp(logits: Tensor) -> Tensor:
     return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)
 
 
-def _run(model: Any, call: Any, head: nn.Module, upcast: bool, *, ramp: bool) -> tuple[Tensor, Tensor]:
+def _run(model: Any, head: nn.Module, upcast: bool, wrapper: Any, *, ramp: bool) -> tuple[Tensor, Tensor]:
     """(the logits that loss_function gets, the loss that the model returns), while loss_function returns 0."""
     name = type(model).__name__
     ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
@@ -96,7 +95,7 @@ def _run(model: Any, call: Any, head: nn.Module, upcast: bool, *, ramp: bool) ->
     model.eval()
     try:
         with torch.no_grad():
-            output = call(input_ids=ids, labels=ids.clone(), **options)
+            output = (model if wrapper is None else wrapper)(input_ids=ids, labels=ids.clone(), **options)
     finally:
         handle.remove()
         del model._loss_function

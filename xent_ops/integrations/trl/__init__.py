@@ -100,8 +100,6 @@ def use_xent(
     options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
     if kind.__name__ in _DISTILLING:
         options = _of_distillation(options)
-        if trainer.is_fsdp_enabled:
-            raise TypeError(f"{kind.__name__} with FSDP, which splits the weights of both heads over ranks")
     models = _models(trainer, kind)
     replaced: list[FusedHead | Divergence | GkdLoss] = []
     loss_is_sum = _loss_is_sum(trainer, kind)
@@ -169,10 +167,10 @@ def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
             )
         head = model.get_output_embeddings()
         heads.refuse_sharded(head)
-        if kind.__name__ in _DISTILLING and heads.is_partitioned(head):
+        if kind.__name__ in _DISTILLING and (trainer.is_fsdp_enabled or heads.is_partitioned(head)):
             raise TypeError(
-                f"{kind.__name__}: the head's weight is partitioned by DeepSpeed's ZeRO-3, which gathers it for what "
-                "its call returns, and the divergence needs two heads at once: use stage 2"
+                f"{kind.__name__}: FSDP or DeepSpeed's ZeRO-3 splits the heads' weights over ranks and gathers one at "
+                "a time, and the divergence needs both: use DDP"
             )
     return models
 
