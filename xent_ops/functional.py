@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .kernels import reference_soft
@@ -15,7 +14,7 @@ from .kernels.options import LossOptions, Reduction
 from .ops import arguments, checks, function, scalars, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
-from .ops.library import refuse
+from .ops.library import differentiable, refuse
 from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
@@ -186,9 +185,8 @@ def _soft_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, l
         refuse("soft_cross_entropy_forward", logits, target, weight, **loss.row_options.soft_keywords())
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
-        row_loss, lse = torch.ops.xent.soft_cross_entropy_forward(
-            logits, target, weight, **loss.row_options.soft_keywords()
-        )
+        keywords = loss.row_options.soft_keywords()
+        row_loss, lse = differentiable("soft_cross_entropy_forward", logits, target, weight, **keywords)
     if loss.lse_square_scale != 0.0:
         row_loss = row_loss + loss.lse_square_scale * lse.square()
     if loss.reduction == "none":
@@ -260,7 +258,7 @@ def cross_entropy_outputs(
         outputs = outputs_of_rows(rows, target, weight, None, loss, token_weight)._replace(loss=value)
     else:
         flags, options = (True, True, batch_invariant), loss.row_options.keywords()
-        rows = torch.ops.xent.cross_entropy_forward(logits, target, weight, *flags, **options)[:4]
+        rows = differentiable("cross_entropy_forward", logits, target, weight, *flags, **options)[:4]
         outputs = outputs_of_rows(rows, target, weight, None, loss, token_weight)
     if grad_in_forward:  # in compiled graphs too
         outputs = outputs._replace(lse=outputs.lse.detach(), z_loss=outputs.z_loss.detach())
@@ -312,11 +310,9 @@ def token_log_probs(
         target, *_ = _beside(logits, target)
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:
-        loss_or_at_ids, lse, entropy = torch.ops.xent.token_logits(
-            logits, ids, True, batch_invariant, **rows.keywords()
-        )
+        ids_args = (logits, ids, True, batch_invariant)
+        loss_or_at_ids, lse, entropy = differentiable("token_logits", *ids_args, **rows.keywords())
     else:
-        loss_or_at_ids, lse, _, entropy, _ = torch.ops.xent.cross_entropy_forward(
-            logits, target, None, False, True, batch_invariant, **rows.keywords()
-        )
+        row_args = (logits, target, None, False, True, batch_invariant)
+        loss_or_at_ids, lse, _, entropy, _ = differentiable("cross_entropy_forward", *row_args, **rows.keywords())
     return log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, rows)

@@ -18,6 +18,7 @@ from .linear_call import LinearCall
 from .ops import checks, transforms
 from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
+from .ops.linear.chunk import with_gradients
 from .outputs import TokenLogProbs, log_probs_of_ids
 from .token_probe import FieldRecorder
 from .user_function import TokenRows, UserFunction, Values
@@ -159,6 +160,6 @@ def loss_by_chunks(
         return concatenated([chunk.view(parts, -1) for chunk, _ in values], 1).view(target.shape)
     numbers, targets = (concatenated(parts) for parts in zip(*values, strict=True))
     total = function.sum(numbers, targets, divisor)
-    return (
-        loop.value(total, input, head, grads, split, ranks.rank if scattered else None) if any(output_mask) else total
-    )
+    if not any(output_mask):
+        return total
+    return with_gradients(total, input, head, grads, split, ranks.rank if scattered else None)

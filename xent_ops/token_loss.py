@@ -11,12 +11,11 @@ from .linear_call import bind, placed, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.library import differentiable
 from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
 from .token_function import TokenFunction, loss_of_head
 from .user_function import Function
-
-_ops = torch.ops.xent
 
 
 @arguments.named
@@ -160,11 +159,11 @@ def token_loss(
     target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)
     function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids, learned=(input,))
     if ids is not None:
-        loss_or_at_ids, lse, entropy = _ops.token_logits(logits, ids, function.reads_entropy, **options.keywords())
+        ids_args = (logits, ids, function.reads_entropy)
+        loss_or_at_ids, lse, entropy = differentiable("token_logits", *ids_args, **options.keywords())
     else:
-        loss_or_at_ids, lse, _, entropy, _ = _ops.cross_entropy_forward(
-            logits, target, None, False, function.reads_entropy, **options.keywords()
-        )
+        row_args = (logits, target, None, False, function.reads_entropy)
+        loss_or_at_ids, lse, _, entropy, _ = differentiable("cross_entropy_forward", *row_args, **options.keywords())
     if check:
         function.check(loss_or_at_ids, lse, entropy, target)
     if reduction == "mean":

@@ -26,8 +26,6 @@ from .ops.token_logits import target_and_ids
 from .token_function import loss_of_head
 from .user_function import TokenRows, Values
 
-_ops = torch.ops.xent
-
 
 class TopKLoss(TokenRows):
     """The loss of each row, from x of its ids and an lse. Its rows are the probabilities, and weights of tokens."""
@@ -218,9 +216,8 @@ def top_k_distillation_loss(
     target, _ = target_and_ids(ids, input.dim() - 1, options.ignore_index)
     checks.token_weight(token_weight, target)
     function = TopKLoss(target, ids, probs, tail, token_weight, loss, dtype)
-    at_ids, lse, entropy = _ops.token_logits(
-        arguments.classes_last(input, -1), ids, mask_ids=tail, **options.keywords()
-    )
+    keywords = {"mask_ids": tail, **options.keywords()}
+    at_ids, lse, entropy = differentiable("token_logits", arguments.classes_last(input, -1), ids, **keywords)
     values = function.all_values(at_ids, lse, entropy, target)
     if reduction == "none":
         return values.view(target.shape)

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import xent_ops
+from tools.bench import launches
 
 
 @pytest.mark.parametrize("options", [{}, {"inplace_backward": True}, {"grad_in_forward": True}], ids=str)
@@ -26,6 +27,34 @@ def test_the_loss_is_one_node(h, target):
     loss = xent_ops.cross_entropy(h, target, lse_square_scale=0.1)
     assert type(loss.grad_fn).__name__ == "CrossEntropyFunctionBackward"
     assert [type(node).__name__ for node, _ in loss.grad_fn.next_functions if node] == ["AccumulateGrad"]
+
+
+EAGER = {
+    **{name: step for name, step in launches.STEPS.items() if not name.startswith("F.")},
+    "cross_entropy_outputs, none": lambda x: xent_ops.cross_entropy_outputs(x.logits, x.target, reduction="none").lse,
+    "cross_entropy, none, token_weight": lambda x: xent_ops.cross_entropy(
+        x.logits, x.target, reduction="none", token_weight=x.token_weight
+    ),
+    "class probabilities": lambda x: xent_ops.cross_entropy(x.logits, x.logits.detach().softmax(-1)),
+    "token_log_probs, ids": lambda x: xent_ops.token_log_probs(x.logits, x.ids).log_probs,
+    "token_loss": lambda x: xent_ops.token_loss(x.logits, x.target, lambda stats: -stats.log_probs),
+    "token_loss, ids": lambda x: xent_ops.token_loss(x.logits, x.ids, lambda stats: -stats.log_probs.sum(-1)),
+    "top_k": lambda x: xent_ops.top_k(x.logits, 4).log_probs,
+    "linear_top_k": lambda x: xent_ops.linear_top_k(x.hidden, x.weight, 4).log_probs,
+    "top_k_distillation_loss": lambda x: xent_ops.top_k_distillation_loss(x.logits, x.ids, x.probs),
+    "distillation_loss": lambda x: xent_ops.distillation_loss(x.logits, x.logits.detach()),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_operators_are_nodes_of_ours(name):
+    """The wrapper of torch.library reads the schema once for each argument."""
+    found, nodes = set(), [EAGER[name](launches.Inputs.on("cpu")).grad_fn]
+    for node in nodes:
+        found.add(type(node).__name__)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    assert any("xent_" in node or "FunctionBackward" in node for node in found)
+    assert not [node for node in found if node.startswith("GeneratedBackward")], found
 
 
 class Pass(TorchFunctionMode):

@@ -22,6 +22,7 @@ from ..kernels.options import LossOptions
 from ..linear_call import LinearCall
 from ..ops import checks, rank_sums
 from ..ops.linear import composite
+from ..ops.linear.chunk import with_gradients
 from ..ops.message_values import repr_for_message
 from ..ops.reduction import divisors_of
 from .groups import Ranks
@@ -85,7 +86,7 @@ def loss(
     all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
     targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
     value = reduced(all_rows, targets, options, divisor, *weights)
-    return loop.value(value, input, head, gradients, split, ranks.rank if scattered else None), row_values
+    return with_gradients(value, input, head, gradients, split, ranks.rank if scattered else None), row_values
 
 
 def rows_and_gradients(

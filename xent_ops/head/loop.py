@@ -29,7 +29,6 @@ from ..kernels.reference import columns_of
 from ..kernels.rows import first_columns
 from . import shard
 from .chunks import as_rows
-from .float16 import Split
 from .packing import as_index, filled_up, whole_chunk
 from .products import accumulator_of_weight, concatenated, head_gradients
 from .shard import RowStatistics
@@ -308,17 +307,3 @@ def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) ->
 def wanted_gradients(input: Tensor, head: HeadSlice) -> list[bool]:
     enabled = torch.is_grad_enabled()
     return [enabled and tensor is not None and tensor.requires_grad for tensor in (input, head.weight, head.bias)]
-
-
-def value(
-    value: Tensor,
-    input: Tensor,
-    head: HeadSlice,
-    grads: Gradients,
-    split: Split,  # has the factors that the gradients lack
-    part: int | None = None,  # the input has this part of the rows
-) -> Tensor:
-    """The loss. Its derivatives are these gradients."""
-    rows = split.rows if split.rows is None or part is None else split.rows[part]
-    gradient_args: tuple[Any, ...] = (input, head.weight, head.bias, *grads, split.divisor, rows)
-    return _ops.attach_gradients(value, *gradient_args)

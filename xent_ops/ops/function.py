@@ -21,7 +21,7 @@ from ..kernels import reductions, reference, reference_with_grad
 from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
 from .dtensors import locals_of
-from .library import below_autograd, refuse
+from .library import below_autograd, differentiable, refuse
 from .second_order import differentiate
 
 _ops = torch.ops.xent
@@ -103,7 +103,8 @@ def by_rows(
         logits = torch.where(reference.is_counted(target, loss.row_options.ignore_index).unsqueeze(-1), logits, 0.0)
         row_loss, lse, _ = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
-        row_loss, lse, *_ = _ops.cross_entropy_forward(logits, target, weight, **loss.row_options.keywords())
+        keywords = loss.row_options.keywords()
+        row_loss, lse, *_ = differentiable("cross_entropy_forward", logits, target, weight, **keywords)
     divisors = None
     if loss.reduction != "none":
         divisors = reductions.divisors_of(target, weight, token_weight, None, loss, lse.dtype)

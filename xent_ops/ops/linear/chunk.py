@@ -13,6 +13,7 @@ head/loop.py has the loop. The logits of a chunk live from the first operator to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from ...head import chunk
 from ...head.float16 import Split
+from ...head.loop import HeadSlice
 from ...kernels.rows import padded_classes
 from .. import checks
 from ..contract import Call, packed_width
-from ..library import Gradients, autograd, operator
+from ..library import Gradients, autograd, differentiable, operator
 from ..rules import check_targets
 from ..second_order import no_second_derivative
 from .operators import HEAD_NAMES, give_away_once, keep_gradients
@@ -135,3 +137,17 @@ operator(
     calls_operators=True,
 )
 autograd("attach_gradients", _attached_backward, _save_gradients)
+
+
+def with_gradients(
+    value: Tensor,
+    input: Tensor,
+    head: HeadSlice,
+    gradients: Sequence[Tensor],
+    split: Split,  # has the factors that the gradients lack
+    part: int | None = None,  # the input has this part of the rows
+) -> Tensor:
+    """The loss. Its derivatives are these gradients of the input, the weight and the bias."""
+    rows = split.rows if split.rows is None or part is None else split.rows[part]
+    gradient_args = (input, head.weight, head.bias, *gradients, split.divisor, rows)
+    return differentiable("attach_gradients", value, *gradient_args)
