@@ -42,8 +42,7 @@ class TopKLoss(TokenRows):
     ) -> None:
         self.mask_ids, ignore_index = tail, loss.row_options.ignore_index
         self.options = {"ignore_index": ignore_index, "lse_square_scale": loss.lse_square_scale}
-        rows = [row.detach() for row in (probs, token_weight) if row is not None]
-        super().__init__(rows, target, ignore_index, dtype, ids)
+        super().__init__([probs] if token_weight is None else [probs, token_weight], target, ignore_index, dtype, ids)
 
     def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[..., RowGradients]:
         rows, divisor = self._rows(parts, self.number // parts)[:-1], split.divisors[0]

@@ -18,10 +18,10 @@ LIMITS = {
     'linear_cross_entropy, reduction="none"': (8, 39, 77),
     "linear_cross_entropy_outputs": (10, 23, 78),
     "linear_token_log_probs": (10, 41, 79),
-    "linear_token_loss, reinforce": (22, 107, 166),
+    "linear_token_loss, reinforce": (22, 103, 162),
     "linear_distillation_loss": (11, 35, 87),
-    "linear_top_k_distillation_loss": (18, 119, 452),
-    "linear_top_k_distillation_loss, tail=True": (19, 124, 607),
+    "linear_top_k_distillation_loss": (18, 98, 431),
+    "linear_top_k_distillation_loss, tail=True": (19, 103, 583),
 }
 
 

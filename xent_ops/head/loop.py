@@ -232,7 +232,9 @@ def run_loop(
     flat, targets = [as_rows(rows.detach()) for rows in inputs], target.reshape(parts, -1)
     number = targets.shape[1]
     ends, size = _ends(number, parts, flat[0], head, ranks.world)
-    chunk_inputs = [[rows[start:end] for rows in flat] for start, end in itertools.pairwise(ends)]
+    chunk_inputs = [flat]
+    if len(ends) > 2:
+        chunk_inputs = [[rows[start:end] for rows in flat] for start, end in itertools.pairwise(ends)]
     if size is not None:  # batch_invariant=True
         chunk_inputs = [[whole_chunk(part, size) for part in inputs_of_one] for inputs_of_one in chunk_inputs]
         targets, ids = as_index(targets), None if ids is None else as_index(ids)
@@ -254,7 +256,7 @@ def run_loop(
         return _PendingChunk(inputs_of_chunk[0], part, logits, statistics, ranks.gather(statistics))
 
     sum_dtype = accumulator_of_weight(input.dtype, head.accumulate_dtype)
-    grad_weight, grad_bias = head_gradients(head.weight.detach(), head.weight.shape, output_mask[1:], sum_dtype)
+    grad_weight, grad_bias = head_gradients(head.weight, head.weight.shape, output_mask[1:], sum_dtype)
     columns = head.columns()
     grad_inputs: list[Tensor] = []
     # ``after`` keeps the order of the loop in a graph. A compiler may fuse a function's work on two chunks if both read

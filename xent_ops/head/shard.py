@@ -181,8 +181,8 @@ def join_statistics(
     """Join the packed statistics of all ranks. It reads only the shape of the logits."""
     class_start, num_classes = shard_range
     if num_classes is None:
-        loss, lse, lse_low, *entropy_and_ids = gathered.unbind()
-        entropy = entropy_and_ids[0] if with_entropy else loss.new_empty(0)
+        loss, lse, lse_low = gathered[0], gathered[1], gathered[2]  # unbind would make a view for each of the ids too
+        entropy = gathered[3] if with_entropy else gathered.new_empty(0)
         at_ids = gathered[-ids_per_row:].t() if ids_per_row else None
         return RowStatistics(loss, lse, None, None, entropy, lse_low, at_ids)
     at_ids = None
