@@ -226,7 +226,7 @@ def what_is_communicated(device):
             [("all_gather_into_tensor.default", 6 * H), stats, ("reduce_scatter_tensor.default", rows * H)],
         ),
         (Replicate(), Replicate(), []),
-        (Shard(0), Replicate(), [("all_reduce.default", number) for number in (2, 1, V * H)]),
+        (Shard(0), Replicate(), [*[("all_reduce_.default", n) for n in (2, 1)], ("all_reduce.default", V * H)]),
     ]
     assert width < V
     for of_input, of_head, forward in cases:  # which makes the gradients

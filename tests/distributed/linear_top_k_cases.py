@@ -81,7 +81,7 @@ def behaviour(device):
         found = function(x, w, k, labels, **place)
     assert torch.equal(found.ids.cpu(), wanted.ids) and torch.equal(found.target_ranks.cpu(), wanted.target_ranks)
     gathers = [("all_gather_into_tensor.default", size) for size in (5 * 6 + 5, 6 * k, 6 * k)]
-    assert mode.seen == [*gathers, ("all_reduce.default", 6)]
+    assert mode.seen == [*gathers, ("all_reduce_.default", 6)]
 
     x, w, _, labels = leaves(device, *head_of(torch.float32, (6,)))
     place = {"num_classes": V}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.reference import accumulator
 from ..kernels.reference_shard import sum_in_order
+from . import transforms
 
 
 def _collectives() -> Any:
@@ -34,13 +35,19 @@ def gather(tensor: Tensor, world: int, group_name: str) -> Tensor:
 
 
 def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_order: bool) -> Tensor:
-    """The sum of (n, ...); with ``scattered``, this rank's (n / world, ...) of it. Call wait on it."""
+    """The sum of (n, ...); with ``scattered``, this rank's (n / world, ...) of it. Call wait on it.
+
+    In eager the sum may be written over the tensor: ``all_reduce`` would copy it first. A graph has ``all_reduce``,
+    which Inductor lowers to ``all_reduce_``.
+    """
     if scattered:
         if in_rank_order:
             return _part_of_sum(tensor, world, group_name)
         return _collectives().reduce_scatter_tensor(tensor, "sum", world, group_name)
     if not in_rank_order:
-        return _collectives().all_reduce(tensor, "sum", group_name)
+        collectives = _collectives()
+        all_reduce = collectives.all_reduce if transforms.is_recorded() else collectives.all_reduce_
+        return all_reduce(tensor, "sum", group_name)
     missing = -tensor.shape[0] % world
     if missing == 0:
         return gather(_part_of_sum(tensor, world, group_name), world, group_name)
