@@ -55,6 +55,7 @@ def bad_input(device):
             "divisor requires grad",
         ),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1"),
+        ({"check": 1}, TypeError, "check must be True or False, got 1"),
         ({"pipelined": 1}, TypeError, "pipelined must be True, False or None, got 1"),
         ({"pipelined": True, "reduction": "none"}, ValueError, "pipelined=True makes the gradients of a mean or a sum"),
         ({"pipelined": True, "skip_ignored": True}, ValueError, "without skip_ignored"),

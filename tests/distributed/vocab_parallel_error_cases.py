@@ -52,6 +52,7 @@ def bad_input(device):
         (target, {}, TypeError, "logits_shard has dtype torch.int64; .*: logits_shard and target seem to be swapped"),
         (x[:, :size].tolist(), {}, TypeError, "logits_shard must be a torch.Tensor, got list"),
         (x[:, :size].long(), {}, TypeError, "logits_shard has dtype torch.int64"),
+        (x[:, :size], {"check": 1}, TypeError, "check must be True or False, got 1"),
     ]
     with Collectives() as mode:
         for logits, keywords, error, text in bad:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._private import private
 from ..kernels.reference import columns_of
+from ..ops import arguments
 from .groups import Group, Ranks, process_group
 
 _Record = TypeVar("_Record")
@@ -68,12 +69,15 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
 }
 
 
-def check(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record]) -> _Record:
-    """Raise the same error on every rank of the group if an argument of any rank is wrong, or arguments do not match.
+def bound(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record], check: bool) -> _Record:
+    """The record of this rank's arguments, which ``bind`` returns. It raises every error that this rank can detect by
+    itself, with ``check`` also those that depend on data.
 
-    ``bind`` returns the record of this rank's arguments. It raises every error that this rank can detect by itself,
-    including errors that depend on data.
+    With ``check`` every rank of the group raises the same error if an argument of any rank is wrong, or arguments do
+    not match.
     """
+    if not arguments.boolean("check", check):
+        return bind()
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     record, found = None, {}

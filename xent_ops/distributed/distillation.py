@@ -105,7 +105,6 @@ def vocab_parallel_linear_distillation_loss(
         >>> function(hidden, weight_shard, teacher_hidden, teacher_shard, num_classes=1024, beta=0.5).backward()
     """
     name, ranks = "vocab_parallel_linear_distillation_loss", ranks_of(group)
-    arguments.boolean("check", check)
 
     def bind_heads() -> _Bound:
         call, teacher, spec = bind_two_heads(
@@ -129,7 +128,7 @@ def vocab_parallel_linear_distillation_loss(
             check_values(call)
         return _Bound(call, teacher, fixed)
 
-    call, teacher, fixed = consistency.check(name, group, ranks, bind_heads) if check else bind_heads()
+    call, teacher, fixed = consistency.bound(name, group, ranks, bind_heads, check)
     if call.loss.reduction == "none" and any(loop.wanted_gradients(call.input, call.head)):
         raise NotImplementedError(
             f'xent_ops.distributed.{name} has no gradient for reduction="none", whose upstream gradients would be '

@@ -100,7 +100,6 @@ def vocab_parallel_linear_distillation_token_loss(
         >>> function(hidden, weight_shard, teacher_hidden, teacher_shard, total_variation, num_classes=1024).backward()
     """
     name, ranks = "vocab_parallel_linear_distillation_token_loss", ranks_of(group)
-    arguments.boolean("check", check)
 
     def bind_function() -> _Bound:
         call, teacher, spec = bind_two_heads(
@@ -126,7 +125,7 @@ def vocab_parallel_linear_distillation_token_loss(
             check_values(call)
         return _Bound(call, teacher, spec, function)
 
-    call, _, _, function = consistency.check(name, group, ranks, bind_function) if check else bind_function()
+    call, _, _, function = consistency.bound(name, group, ranks, bind_function, check)
     split = call.sequence_dim
     function.arrange(lambda row: by_ranks(row, split, ranks))
     ordered, scattered = by_ranks(call.target, split, ranks), split is not None

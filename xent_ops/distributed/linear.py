@@ -123,9 +123,10 @@ def vocab_parallel_linear_cross_entropy(
         transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, weight)
         call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, names=NAMES)
-        return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
+        call = bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
+        return check_values(call) if check else call
 
-    call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
+    call = consistency.bound(name, group, ranks, bind_call, check)
     return _loss(call, ranks.for_batches(call.head.chunking.batch_invariant))
 
 
@@ -207,9 +208,10 @@ def vocab_parallel_linear_token_log_probs(
         transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, None)
         call = bind(*head_args, raw_options, raw_chunking, several=True, names=NAMES)
-        return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
+        call = bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
+        return check_values(call) if check else call
 
-    call = consistency.check(name, group, ranks, lambda: check_values(bind_call())) if check else bind_call()
+    call = consistency.bound(name, group, ranks, bind_call, check)
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
     gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
     ids = None if call.ids is None else by_ranks(call.ids, call.sequence_dim, ranks)

@@ -90,7 +90,6 @@ def vocab_parallel_linear_token_loss(
     name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
-    arguments.boolean("check", check)
 
     def bind_function() -> _Bound:
         transforms.refuse(f"xent_ops.distributed.{name}")
@@ -101,14 +100,9 @@ def vocab_parallel_linear_token_loss(
         ignore_index = call.loss.row_options.ignore_index
         learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
         function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
-        return _Bound(call, function)
+        return _Bound(check_values(call) if check else call, function)
 
-    def bind_checked() -> _Bound:
-        bound = bind_function()
-        check_values(bound.call)
-        return bound
-
-    call, function = consistency.check(name, group, ranks, bind_checked) if check else bind_function()
+    call, function = consistency.bound(name, group, ranks, bind_function, check)
     return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)
 
 

@@ -190,7 +190,7 @@ def vocab_parallel_linear_top_k(
         return _Bound(check_values(call) if check else call, number)
 
     with torch.no_grad():
-        call, k = consistency.check(name, group, ranks, bind_call) if check else bind_call()
+        call, k = consistency.bound(name, group, ranks, bind_call, check)
         ranks = ranks.for_batches(call.head.chunking.batch_invariant)
         values = _rows(call, k, target is not None, ranks)
         return top_k_of_rows(values, target, k, call.loss.row_options.ignore_index)

@@ -90,5 +90,5 @@ def vocab_parallel_linear_top_k_distillation_loss(
         call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
         return _Bound(check_values(call) if check else call, probs, tail)
 
-    bound = consistency.check(name, group, ranks, bind_all) if check else bind_all()
+    bound = consistency.bound(name, group, ranks, bind_all, check)
     return token_loss.loss(*bind_loss(*bound), ranks.for_batches(batch_invariant))

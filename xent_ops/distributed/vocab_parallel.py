@@ -76,6 +76,7 @@ def _bound(
     options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
     token_weight: Any,
     batch_invariant: Any,
+    check: bool,
 ) -> _Bound:
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     arguments.tensors(logits, target, weight, "logits_shard")
@@ -85,16 +86,10 @@ def _bound(
     checks.token_weight(token_weight, target)
     shard_range = shard_range_of(logits, num_classes, class_start, ranks)
     arguments.boolean("batch_invariant", batch_invariant)
+    if check:  # the errors that the operators would raise
+        refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
+        checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
     return _Bound(target, logits, weight, shard_range, loss, token_weight, batch_invariant)
-
-
-def _checked(ranks: Ranks, *call: Any) -> _Bound:
-    """Bind a call. Raises the errors that the operators would raise, also for target values."""
-    bound = _bound(ranks, *call)
-    target, logits, weight, shard_range, loss, *_ = bound
-    refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
-    checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
-    return bound
 
 
 @arguments.named
@@ -163,10 +158,9 @@ def vocab_parallel_cross_entropy(
     """
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     ranks = ranks_of(group)
-    call = (ranks, logits_shard, target, weight, num_classes, class_start, raw_options, token_weight, batch_invariant)
-    if check:
-        consistency.check("vocab_parallel_cross_entropy", group, ranks, lambda: _checked(*call))
-    bound = _bound(*call)
+    shard_args = (ranks, logits_shard, target, weight, num_classes, class_start)
+    call = (*shard_args, raw_options, token_weight, batch_invariant, check)
+    bound = consistency.bound("vocab_parallel_cross_entropy", group, ranks, lambda: _bound(*call), check)
     target, logits, class_weight, shard_range, loss, token_weight, _ = bound
     ranks = ranks.for_batches(bound.batch_invariant)
     return loss_of_shard(logits, target, class_weight, ranks, shard_range, loss, token_weight)
