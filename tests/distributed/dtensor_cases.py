@@ -1,6 +1,9 @@
 """xent_ops.cross_entropy on DTensor logits; run on every rank by test_vocab_parallel.py."""
 
+import gc
 import itertools
+import tempfile
+import weakref
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from vocab_parallel_cases import OPTIONS, Collectives, V, expected_of, hold
+from vocab_parallel_cases import OPTIONS, Collectives, V, expected_of, hold, shard_of, split
 
 import xent_ops
 from xent_ops.testing import assert_grad, realistic_logits
@@ -70,6 +73,34 @@ def one_node(device):
             (grad,) = torch.autograd.grad(loss * scale, x, retain_graph=True)
             assert (grad.placements, grad.shape, grad.stride()) == (x.placements, x.shape, x.stride())
             torch.testing.assert_close(grad.full_tensor(), scale * expected)
+
+
+def groups_made_again(device):
+    """After destroy_process_group the plans are those of the new groups, and the old mesh is gone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    folder, meshes = [tempfile.mkdtemp()], []
+    dist.broadcast_object_list(folder)
+    logits, target = torch.randn(4, V), torch.tensor([1, 2, -100, 50])
+    plain = logits.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(plain, target)
+    (grad,) = torch.autograd.grad(expected, plain)
+    for again in range(3):
+        mesh = init_device_mesh(device, (world,))
+        meshes.append(weakref.ref(mesh))
+        for dim in (0, 1):
+            part = logits.chunk(world)[rank] if dim == 0 else shard_of(logits, split("chunk", V))
+            x = DTensor.from_local(
+                part.to(device), mesh, [Shard(dim)], shape=logits.shape, stride=logits.stride(), run_check=False
+            )
+            loss = xent_ops.cross_entropy(x.requires_grad_(), target.to(device))
+            torch.testing.assert_close(loss.full_tensor().cpu(), expected.detach())
+            torch.testing.assert_close(torch.autograd.grad(loss, x)[0].full_tensor().cpu(), grad)
+        del mesh, x, loss
+        backend = dist.get_backend()
+        dist.destroy_process_group()
+        dist.init_process_group(backend, init_method=f"file://{folder[0]}/{again}", rank=rank, world_size=world)
+    gc.collect()
+    assert meshes[1]() is None  # the first of equal meshes is in DTensor's caches, the last has the plans
 
 
 def other_layouts(device):

@@ -6,6 +6,7 @@ import torch
 import vocab_parallel_cases as cases
 import vocab_parallel_compiled_cases as compiled
 import vocab_parallel_error_cases as errors
+from helpers.workers import Workers
 from worlds import each, every_kind_and_dtype
 
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
@@ -60,6 +61,14 @@ def test_compiled(pool, device, world, backend):
 @each(compiled.graph, compiled.lowered_for_inductor, compiled.bad_input_while_tracing)
 def test_tracing(pool, device, case):
     pool(2, device).run(case)
+
+
+def test_dtensors_of_groups_made_again(device):
+    workers = Workers(2, device)
+    try:
+        workers.run(dtensor.groups_made_again)
+    finally:
+        workers.close()
 
 
 @pytest.mark.gpu

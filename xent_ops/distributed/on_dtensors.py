@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -49,6 +50,7 @@ _OWNERS = {
     "scaled": "grad",
 }
 _PLANS = SignatureCache()
+_WORLD: Any = None  # the default group of the plans
 
 
 class _Plan(NamedTuple):
@@ -117,6 +119,15 @@ def _signature(args: Any, kwargs: Any) -> Any:
     )
 
 
+def _keep(signature: Any, plan: _Plan) -> None:
+    """A plan holds a mesh, and that its groups: a new default group drops the plans of the one before."""
+    global _WORLD
+    if _WORLD is not dist.group.WORLD:
+        _PLANS.clear()
+        _WORLD = dist.group.WORLD
+    _PLANS.put(signature, plan)
+
+
 def _run(operator: Operator, overload: Any, args: Any, kwargs: Any) -> Any:
     call = operator.contract.bind(args, kwargs)
     rule = _RULES.get(operator.name)
@@ -129,7 +140,7 @@ def _run(operator: Operator, overload: Any, args: Any, kwargs: Any) -> Any:
         known = _PLANS.get(signature)
         plan = known or _plan_of(operator, call)
         if known is None:
-            _PLANS.put(signature, plan)
+            _keep(signature, plan)
     at, mine = plan.at, [*call]
     for position, places in plan.arguments:
         mine[position] = at.local(mine[position], places)

@@ -38,7 +38,7 @@ class SignatureCache:
     def __init__(self) -> None:
         self._values: dict[Signature, Any] = {}
         self._lock = threading.Lock()
-        self.get = self._values.get
+        self.get, self.clear = self._values.get, self._values.clear
 
     def put(self, signature: Signature, value: Any) -> None:
         with self._lock:
