@@ -28,7 +28,14 @@ _NAMES = TokenDivergences._fields[: len(FIELDS)]  # of the values, in their orde
 _TOPS = ("agrees", "covers_top")
 
 
-def bind_teacher(tensors: Sequence[Any], suffix: str = "") -> TeacherHead:
+def bind_classes(classes: Any) -> Tensor | None:
+    arguments.optional("classes", classes)
+    if classes is not None:
+        distillation_checks.are_ids(classes)
+    return classes
+
+
+def bind_teacher(tensors: Sequence[Any], classes: Any = None, suffix: str = "") -> TeacherHead:
     """The teacher's input, weight and bias. ``suffix``: of the names of the last two."""
     names = ("teacher_input", f"teacher_weight{suffix}", f"teacher_bias{suffix}")
     for name, tensor in zip(names[:2], tensors, strict=False):
@@ -36,7 +43,7 @@ def bind_teacher(tensors: Sequence[Any], suffix: str = "") -> TeacherHead:
     arguments.optional(names[2], tensors[2])
     for name, tensor in zip(names, tensors, strict=True):
         distillation_checks.teacher_is_constant(name, tensor)
-    return TeacherHead(*composite.cast_for_autocast(*tensors))
+    return TeacherHead(*composite.cast_for_autocast(*tensors))._replace(classes=bind_classes(classes))
 
 
 class _Recorder(FieldRecorder):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .divergence_function import DivergenceFunction, bind_teacher
-from .head.divergences import teacher_rows, tops
+from .divergence_function import DivergenceFunction, bind_classes, bind_teacher
+from .head.divergences import nan_unless_different, teacher_rows, tops
 from .kernels.options import TokenReduction
 from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
@@ -108,7 +108,7 @@ def linear_distillation_token_loss(
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor)
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
-    teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))._replace(classes=_ids(classes))
+    teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias), classes)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
     spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
     call = call.in_autocast_dtype().as_sum()
@@ -183,7 +183,7 @@ def distillation_token_loss(
     divisor = arguments.divisor(divisor, input)
     linear_checks.reduced_by(divisor, input, reduction)
     arguments.boolean("check", check)
-    classes = _ids(classes)
+    classes = bind_classes(classes)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
     spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
     ignore_index, dtype = spec.options.ignore_index, accumulator(input)
@@ -204,7 +204,7 @@ def distillation_token_loss(
     )
     found = values.new_empty(0)
     if with_tops:
-        found = tops(input.detach(), given, target, classes, spec, teacher_input.shape[-1])
+        found = tops(input.detach(), given, target, classes, spec)
     if check:
         function.check(values, statistics, found, target)
     if reduction == "mean":
@@ -218,16 +218,9 @@ def _target_of(input: Any, target: Any, ignore_index: Any) -> tuple[Any, Any]:
     return distillation_arguments.target_of(target, ignore_index, 0.0, input, None if refused else input.shape[:-1])
 
 
-def _ids(classes: Any) -> Tensor | None:
-    arguments.optional("classes", classes)
-    if classes is not None:
-        distillation_checks.are_ids(classes)
-    return classes
-
-
 def _divisor(divisor: Tensor | None, classes: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:
     """NaN where the classes are not different, if that cannot raise an error."""
     if classes is None or (classes.device.type == "cpu" and not transforms.is_traced()):
         return divisor
-    different = distillation_checks.nan_unless_different(classes, number).to(dtype)
+    different = nan_unless_different(classes, number).to(dtype)
     return different if divisor is None else different * divisor.to(dtype)

@@ -102,8 +102,8 @@ def behaviour(device):
         torch.testing.assert_close(step(fn, *given, check=True), loss)
     with pytest.raises(ValueError, match=r"rank 0: ValueError: fn reads log_prob"):
         call(given, of_teacher, lambda d: d.log_prob, check=True)
-    with pytest.raises(TypeError, match="classes"):
-        step(smooth, *given, classes=torch.arange(3))
+    with pytest.raises(ValueError, match=r"classes has shape \(3,\)"):
+        step(smooth, *given, classes=torch.arange(3, device=device))
     with pytest.raises(ValueError, match="'none' is not a valid value for reduction"):
         step(smooth, *given, reduction="none")
     if world > 1:
@@ -113,3 +113,85 @@ def behaviour(device):
         with pytest.raises(ValueError, match=r"temperature is 1\.0 on rank 0 but 2\.0 on rank 1"):
             step(smooth, *given, temperature=1.0 + (dist.get_rank() == 1), check=True)
         assert step(smooth, *given, class_start=0).isnan()
+
+
+def draft_of(device, kind, classes, dtype=torch.float32, rows=(2, 5), sequence_dim=None):
+    """(this rank's student, which has these of the teacher's classes, its teacher, keywords, the whole problem)."""
+    (x, w, b), teacher, target = heads_of(dtype, rows)
+    student, target = (x, w[classes], b[classes]), torch.where(target == -100, -100, target % len(classes))
+    _, of_teacher = leaves(device, kind, (student, teacher), sequence_dim)
+    start, size, _ = split(kind, V)
+    mine, number = (classes >= start) & (classes < start + size), len(classes)
+    x = x if sequence_dim is None else x.chunk(dist.get_world_size(), sequence_dim)[dist.get_rank()]
+    own = [tensor.clone().to(device).requires_grad_() for tensor in (x, w[classes[mine]], b[classes[mine]])]
+    place = {"num_classes": number, "class_start": int((classes < start).sum()), "classes": classes[mine] - start}
+    moved = place | {"classes": place["classes"].to(device), "target": target.to(device)}
+    return own, of_teacher, moved, (student, teacher, target)
+
+
+def draft(device, kind, classes, fn, dtype=torch.float32, sequence_dim=None, rows=(2, 5), **options):
+    """Against the float64 logits of one process."""
+    own, of_teacher, more, problem = draft_of(device, kind, classes, dtype, rows, sequence_dim)
+    more |= {"sequence_parallel": sequence_dim is not None, **options}
+    loss = call(own, of_teacher, fn, **more)
+    same_bits_everywhere(loss)
+    student, teacher, target = problem
+    whole = [tensor.double().requires_grad_() for tensor in student]
+    logits = [rounded(F.linear(*head), dtype) for head in (whole, [t.double() for t in teacher])]
+    caps = {name: value for name, value in options.items() if name in CAPS}
+    wanted = fn(divergences(*logits, target, classes, **caps))[target != -100].mean()
+    close(loss, wanted.detach(), dtype)
+    of_input, *of_classes = torch.autograd.grad(wanted, whole)
+    made_of_input, *made = torch.autograd.grad(loss, own)
+    size = split(kind, V)[1]
+    wide = [torch.zeros(V, *grad.shape[1:], dtype=grad.dtype).index_copy(0, classes, grad) for grad in of_classes]
+    mine = [grad.new_zeros(size, *grad.shape[1:]).index_copy(0, more["classes"], grad) for grad in made]
+    gradients_close((made_of_input, *mine), (of_input, *wide), kind, dtype, sequence_dim)
+
+
+def draft_vocabulary(device):
+    """``classes``: values, gradients, what is gathered, compiled, compared, refused; one rank may have none of them."""
+    world, last = dist.get_world_size(), dist.get_world_size() - 1
+    some = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:60].sort().values
+    of_overlap = lambda d: -d.overlap.log() + d.jsd * d.coverage * (1 + d.agrees) * d.covers_top + d.kl  # noqa: E731
+    for kind in ("chunk", "uneven", "empty"):
+        behind = some[some >= -(-V // world)]  # the first rank has teacher's classes alone
+        for classes in (some, behind):
+            draft(device, kind, classes, of_overlap)
+        draft(device, kind, some, of_overlap, chunk_rows=3, **CAPS)
+        for dtype in DTYPES:
+            draft(device, kind, some, smooth, dtype, chunk_rows=4, **CAPS)
+    draft(device, "chunk", some, of_overlap, sequence_dim=0, rows=(2 * world, 3), chunk_rows=5)
+
+    rows = 6
+    own, of_teacher, more, _ = draft_of(device, "chunk", some, rows=(rows,))
+    for fn, first, second in ((lambda d: d.kl, 4, 0), (of_overlap, 9, 4)):
+        with Collectives() as mode:
+            loss = call(own, of_teacher, fn, **more)
+        seen = [number for name, number in mode.seen if name == "all_gather_into_tensor.default"]
+        assert seen == [first * rows + 5, *([second * rows] if second else [])], seen
+
+    def step(*own, **options):
+        return call(own, of_teacher, of_overlap, **more | options)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(*own)
+    torch.testing.assert_close(compiled, loss)
+    torch.testing.assert_close(torch.autograd.grad(compiled, own), torch.autograd.grad(loss, own))
+    torch.testing.assert_close(step(*own, check=True), loss)
+    assert len(own[1]) > 1
+    with torch.no_grad():
+        torch.testing.assert_close(step(*own), loss.detach())
+    ids, wrong = more["classes"], more["classes"].clone()
+    wrong[0] = wrong[1] if dist.get_rank() == last else wrong[0]
+    start, _, _ = split("chunk", V)
+    text = rf"rank {last}: IndexError: classes has \d+, which the teacher does not have: .*classes\[mine\] - start"
+    with pytest.raises(ValueError, match=text):
+        step(*own, classes=ids + start, check=True)  # those of all classes
+    with pytest.raises(ValueError, match=f"rank {last}: ValueError: classes has .* more than once"):
+        step(*own, classes=wrong, check=True)
+    with pytest.raises(ValueError, match=r"classes is a tensor on rank 0 but None|must be split at the same classes"):
+        step(*own, classes=None if dist.get_rank() == last else ids, check=True)
+    with pytest.raises(TypeError, match="a mask: expected ids"):
+        step(*own, classes=ids > 3)
+    if device == "cuda":
+        assert step(*own, classes=wrong).isnan()

@@ -78,6 +78,7 @@ def test_values_of_other_losses(pool, device, world, kind, case):
     distillation.behaviour,
     distillation.errors,
     distillation_token.behaviour,
+    distillation_token.draft_vocabulary,
     few_classes.without_gradients_and_errors,
     top_k.sequence_parallel,
     top_k.behaviour,

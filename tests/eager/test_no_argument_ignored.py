@@ -115,6 +115,7 @@ DIVERGENCES = {
     "target": {**LINEAR, **TEACHER, "fn": of_all_divergences},
     "sum": {**LINEAR, **TEACHER, "fn": of_divergences, "reduction": "sum"},
 }
+OF_HEADS = DIVERGENCES | {"draft vocabulary": {**LINEAR, **TEACHER, **DRAFT, "fn": of_divergences}}
 
 
 def of_logits(bases):
@@ -143,8 +144,7 @@ CALLS = {  # of each function, its bases
     "linear_top_k": LARGEST,
     "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
     "linear_distillation_loss": DISTILLATION,
-    "linear_distillation_token_loss": DIVERGENCES
-    | {"draft vocabulary": {**LINEAR, **TEACHER, **DRAFT, "fn": of_divergences}},
+    "linear_distillation_token_loss": OF_HEADS,
     "distillation_token_loss": of_logits(DIVERGENCES),
     "linear_top_k_distillation_loss": TOP_K,
     "top_k_distillation_loss": {
@@ -170,7 +170,7 @@ CALLS = {  # of each function, its bases
     "distributed.vocab_parallel_linear_distillation_loss": as_shards(
         DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
     ),
-    "distributed.vocab_parallel_linear_distillation_token_loss": as_shards(DIVERGENCES),
+    "distributed.vocab_parallel_linear_distillation_token_loss": as_shards(OF_HEADS),
     "distributed.vocab_parallel_linear_top_k_distillation_loss": as_shards(
         {label: base for label, base in TOP_K.items() if label != "none"}
     ),

@@ -1,5 +1,7 @@
 """Distillation over slices of the classes, as ranks hold them: parts, join and gradients give what all classes give."""
 
+import itertools
+
 import pytest
 import torch
 from fixed_losses import fixed
@@ -8,6 +10,8 @@ from helpers.interpreter import INTERPRETED
 from test_distillation_values import BETAS, DTYPES, OPTIONS, long_in_float64
 
 from xent_ops.head import divergence_chunk
+from xent_ops.head.divergences import TeacherRows, teacher_rows, tops
+from xent_ops.kernels.divergences import FIELDS, Divergences
 from xent_ops.testing import assert_distillation, distillation_oracle, realistic_logits
 
 pytestmark = pytest.mark.interpreter
@@ -43,7 +47,7 @@ def joined(parts, target, spec):
         (start, *(logits[:, : min(logits.shape[1], spec.num_classes - start)] for logits in both))
         for start, *both in parts
     ]
-    made = [divergence_chunk.slice_statistics(*both, target, start, False, spec) for start, *both in cut]
+    made = [divergence_chunk.slice_statistics(x, TeacherRows(y, y), target, start, False, spec) for start, x, y in cut]
     assert {tuple(one.shape) for one in made} == {(1, divergence_chunk.width(len(target), spec, False))}
     rows = divergence_chunk.join(torch.cat(made), target, cut[0][0], spec, False)
     sums = [divergence_chunk.second_sums(*both, target, rows, start, spec) for start, *both in cut]
@@ -92,6 +96,46 @@ def test_slices_that_do_not_tile(device, beta):
         assert how.of(rows.values).isnan().equal(target != -100)
         grad = gradients(parts[:1], target, rows, how, torch.ones((), device=device))[0][0]
         assert grad.isnan().all(-1).equal(target != -100) and not grad[target == -100].any()
+
+
+def test_a_draft_vocabulary(device):
+    """Values, statistics and tops of slices with some of their teacher's classes are those of one slice with all."""
+    logits, teacher, target = problem(device, torch.float32, 40)
+    teacher, logits = teacher[:, :40], logits[:, :11].contiguous()
+    target = torch.where(target == -100, target, target % 11)
+    classes = torch.tensor([1, 4, 5, 17, 18, 30, 31, 33, 36, 38, 39], device=device)
+    teacher[2, 25], teacher[3, 4], logits[3, 1] = 50.0, 50.0, 50.0  # a top that the draft lacks, one that it agrees on
+    spec = Divergences(num_classes=11, temperature=2.0, fields=",".join(FIELDS))
+    of_all = spec._replace(num_classes=None)
+
+    def of(*ends):
+        """Of slices of the teacher's classes from 0 to the first of the ends, from there to the next..."""
+        made, cut = [], []
+        for start, end in itertools.pairwise((0, *ends)):
+            mine = (classes >= start) & (classes < end)
+            first, ids = int((classes < start).sum()), classes[mine] - start
+            given = teacher_rows(teacher[:, start:end].contiguous(), target, ids, True, of_all)
+            x = logits[:, first : first + len(ids)].contiguous()
+            made.append(divergence_chunk.slice_statistics(x, given, target, first, True, spec, ids))
+            assert made[-1].shape == (1, divergence_chunk.width(len(target), spec, True, True))
+            cut.append((x, given.logits.contiguous(), first))
+        rows = divergence_chunk.join(torch.cat(made), target, 0, spec, True, True)
+        sums = [divergence_chunk.second_sums(x, y, target, rows, first, spec) for x, y, first in cut]
+        return divergence_chunk.add_second_sums(rows, torch.cat(sums), spec)
+
+    counted = target != -100
+    given = teacher_rows(teacher, target, classes, True, of_all)
+    values, statistics = ops.divergences_forward(logits, given.logits, target, given.lse, **of_all.keywords())
+    found = tops(logits, given, target, classes, of_all)
+    assert found[1, 2] == 0 and found[0, 3] == 1
+    for ends in ((40,), (3, 17, 40), (6, 17, 17, 30, 40), (1, 40), (0, 40, 40)):
+        rows = of(*ends)
+        torch.testing.assert_close(rows.values, values)
+        torch.testing.assert_close(rows.statistics[:, counted], statistics[:, counted])
+        assert rows.tops[:, counted].equal(found[:, counted])
+    classes = classes.clone()
+    classes[3] = 18  # twice
+    assert of(17, 40).values[:, counted].isnan().all()
 
 
 def test_errors(device):

@@ -55,6 +55,7 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     ),
     "teacher_weight": ("teacher_weight_shard", {}),
     "teacher_bias": ("teacher_bias_shard", {}),
+    "classes": ("classes", {}),
     "class_weight": ("weight (class weights)", {}),
     "token_weight": (
         "token_weight",

@@ -17,7 +17,7 @@ from ..kernels.divergences import Divergences
 from ..kernels.options import TokenReduction
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall
-from ..ops import arguments, checks
+from ..ops import arguments, checks, distillation_checks, transforms
 from ..token_function import loss_by_chunks
 from ..user_function import Function
 from . import consistency
@@ -25,6 +25,11 @@ from .bound import by_ranks, check_values
 from .groups import Group, ranks_of
 from .pipelined import Collectives
 from .two_heads import bind_two_heads
+
+_HINT = (
+    ". They are rows of teacher_weight_shard: where it has the teacher's classes start to end - 1, classes[mine] - "
+    "start, beside weight_shard = weight[mine], with mine = (classes >= start) & (classes < end)"
+)
 
 
 class _Bound(NamedTuple):
@@ -49,6 +54,7 @@ def vocab_parallel_linear_distillation_token_loss(
     class_start: int | None = None,
     rows: tuple[Tensor, ...] = (),
     target: Tensor | None = None,
+    classes: Tensor | None = None,
     bias_shard: Tensor | None = None,
     teacher_bias_shard: Tensor | None = None,
     sequence_parallel: bool = False,
@@ -71,7 +77,7 @@ def vocab_parallel_linear_distillation_token_loss(
     Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the student's head, and
     the whole gradient of the student's input. A step takes four products of this rank's classes, and holds two chunks
     of logits of each model. A row all-gathers two numbers, one for each of kl, reverse_kl and log_prob that fn reads,
-    four for the argmaxes, and then two for each of jsd and overlap.
+    four for the argmaxes, and then two for each of jsd and overlap. ``classes`` adds one, and one for the argmaxes.
 
     Args:
         input, weight_shard, bias_shard, teacher_input, teacher_weight_shard, teacher_bias_shard: as for
@@ -79,17 +85,20 @@ def vocab_parallel_linear_distillation_token_loss(
         group, num_classes, class_start, sequence_parallel: as for ``vocab_parallel_linear_distillation_loss``.
         fn, rows: as for ``xent_ops.linear_distillation_token_loss``, for all tokens, the same on every rank, also with
             ``sequence_parallel``.
-        target: (...), class indices of the whole vocabulary, the same on every rank. None: all rows count.
+        target: (...), class indices of the student's whole vocabulary, the same on every rank. None: all rows count.
+        classes: (classes of this rank,), a draft vocabulary, as for ``xent_ops.linear_distillation_token_loss``: the
+            row of ``teacher_weight_shard`` of each of the student's classes. So the student's head is split where the
+            teacher's is. ``class_start`` and ``num_classes`` count the student's classes, and ``teacher_weight_shard``
+            has no padding. On every rank or on none.
         beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for
             ``xent_ops.linear_distillation_token_loss``, the same on every rank.
         reduction, divisor, ignore_index, logits_dtype, accumulate_dtype, chunk_rows: likewise.
         check: as for ``vocab_parallel_linear_cross_entropy``. It also compares the values of ``rows``.
 
     Returns:
-        The loss, float32 (float64 for float64 input), (). There is no draft vocabulary (``classes``): both heads are
-        split at the same classes. In float16 the derivatives of fn must fit into float16. Errors are those of
-        ``xent_ops.linear_distillation_token_loss`` and ``vocab_parallel_linear_cross_entropy``. Shards that do not tile
-        the vocabulary give NaN on every rank.
+        The loss, float32 (float64 for float64 input), (). In float16 the derivatives of fn must fit into float16.
+        Errors are those of ``xent_ops.linear_distillation_token_loss`` and ``vocab_parallel_linear_cross_entropy``.
+        Shards that do not tile the student's vocabulary give NaN on every rank.
 
     Examples:
         >>> world = torch.distributed.get_world_size()
@@ -116,6 +125,7 @@ def vocab_parallel_linear_distillation_token_loss(
             (accumulate_dtype, chunk_rows, False, logits_dtype),
             reduction,
             divisor,
+            classes=classes,
         )
         checks.reduction(reduction, ("mean", "sum"))
         learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
@@ -123,6 +133,9 @@ def vocab_parallel_linear_distillation_token_loss(
         function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher, start)
         if check and function.spec.reads("log_prob"):
             check_values(call)
+        if classes is not None and (check or (classes.device.type == "cpu" and not transforms.is_traced())):
+            mine, number = classes[: call.head.columns()], len(teacher.teacher_weight)
+            distillation_checks.class_values(mine, number, _HINT)
         return _Bound(call, teacher, spec, function)
 
     call, _, _, function = consistency.bound(name, group, ranks, bind_function, check)

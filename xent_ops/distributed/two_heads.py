@@ -35,12 +35,13 @@ def bind_two_heads(
     reduction: Any,
     divisor: Any,
     token_weight: Any = None,
+    classes: Any = None,
 ) -> tuple[LinearCall, TeacherHead, Divergences]:
     """All errors that this rank can detect, except for target values."""
     transforms.refuse(name)
     input, weight_shard, bias_shard = student
     num_classes, class_start, sequence_parallel = place
-    refuse_dtensors(name, *student, *teacher, target, *row_tensors, divisor)
+    refuse_dtensors(name, *student, *teacher, target, *row_tensors, divisor, classes)
     world = ranks.world if sequence_parallel else 1
     rows = _rows(input, row_tensors, world, reduction) if target is None else None
     ignore_index, softcap, logit_scale = row_options
@@ -51,7 +52,7 @@ def bind_two_heads(
     call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
     options = (call.head.shard_range[1], *divergence_options)
     spec = distillation_arguments.spec(ignored, softcap, logit_scale, options)
-    teacher_head = bind_teacher(teacher, "_shard")
+    teacher_head = bind_teacher(teacher, classes, "_shard")
     if transforms.is_traced():  # the operators of chunks refuse the rest
         rows_of = (teacher_head.teacher_input.shape[:-1], call.input.shape[:-1])
         checks.same_shape("rows of teacher_input", *rows_of, "those of the input")
@@ -60,7 +61,7 @@ def bind_two_heads(
         if call.sequence_dim is not None:
             rows_of_rank = rows_of_rank.new_empty(()).expand(call.input.shape[:-1])
         student_head, start = (call.input, head.weight, head.bias), head.shard_range[0]
-        linear_checks.two_heads(student_head, rows_of_rank, teacher_head[:3], spec, start, NAMES, _TEACHER)
+        linear_checks.two_heads(student_head, rows_of_rank, teacher_head, spec, start, NAMES, _TEACHER)
     return call, teacher_head, spec
 
 

@@ -11,7 +11,10 @@ KL_r is between the two distributions within the slice. A rank packs l_r, u_r, K
 and the overlap need the lse's of all classes first: a second gather sends their parts, 2 numbers a row for each.
 
 With ``with_tops`` two rows more are packed: ``divergences.tops``. A slice packs the largest x of each head and its
-class.
+place among the slice's teacher classes.
+
+With ``classes``, which are places in the slice's teacher head, u_r is over these. A slice packs the lse of all of its
+teacher's classes too, and with its top whether that is one of the student's.
 """
 
 from __future__ import annotations
@@ -31,13 +34,13 @@ from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
 from ..kernels.rows import padded_classes
 from .chunk import input_gradient, padded_logits
 from .chunks import classes_of
-from .divergences import dtype_of_teacher, teacher_rows, tops
+from .divergences import TeacherRows, dtype_of_teacher, nan_unless_different, teacher_rows, top_classes, tops
 from .loop import ChunkLogits, HeadSlice, OneRank, RowRange
 
 _ops = torch.ops.xent
 _NO_SHARE = float("-inf")  # the logarithm of the share of a slice without probability
 _AGAIN = {"mixture": 3, "overlap": 4}  # of the second visit: the statistic that each value comes with
-_TOPS = ("top", "top_class", "teacher_top", "teacher_top_class")
+_TOPS = ("top", "top_class", "teacher_top", "teacher_top_class", "covers_top")
 
 
 class TeacherHead(NamedTuple):
@@ -55,15 +58,16 @@ class Rows(NamedTuple):
     tops: Tensor  # (2, n), or (0,) if they are not wanted
 
 
-def _sent(spec: Divergences, with_tops: bool) -> list[str]:
+def _sent(spec: Divergences, with_tops: bool, with_classes: bool) -> list[str]:
     """The numbers of a row that a slice packs beside its two lse's."""
     names = [name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]
-    return [*names, *(["hard_lse"] if spec.other_lse() else []), *(_TOPS if with_tops else ())]
+    names += [name for name, sent in (("hard_lse", spec.other_lse()), ("lse_of_all", with_classes)) if sent]
+    return [*names, *(_TOPS if with_classes else _TOPS[:4])] if with_tops else names
 
 
-def width(rows: int, spec: Divergences, with_tops: bool) -> int:
+def width(rows: int, spec: Divergences, with_tops: bool, with_classes: bool = False) -> int:
     """The number of values in the packed statistics of a rank."""
-    return (2 + len(_sent(spec, with_tops))) * rows + HEADER
+    return (2 + len(_sent(spec, with_tops, with_classes))) * rows + HEADER
 
 
 def chunk(
@@ -92,60 +96,77 @@ def chunk(
         teacher_head, bias, _, _ = classes_of(teacher_weight, teacher_bias, None, start, spec.num_classes)
     dtype = dtype_of_teacher(teacher_input.dtype, logits_dtype)
     teacher_logits = padded(teacher_input, teacher_head, bias, count, dtype)
-    spec = spec if class_start is not None else spec._replace(num_classes=None)
-    if class_start is not None:
-        rows = logits[:, :columns], teacher_logits[:, :columns]
-        return slice_statistics(*rows, target, class_start, with_tops, spec), logits, teacher_logits
+    of_slice, spec, classes = spec, spec._replace(num_classes=None), None if classes is None else classes[:columns]
     padding = 0 if classes is None else padded_classes(columns, teacher_logits.dtype) - columns
     given = teacher_rows(teacher_logits[:, : teacher_head.shape[0]], target, classes, with_tops, spec, padding)
     teacher_logits = teacher_logits if classes is None else given.logits
-    row_args = (logits[:, :columns], teacher_logits[:, :columns], target)
-    found = _ops.divergences_forward(*row_args, given.lse, **spec.keywords())
+    given, class_logits = given._replace(logits=teacher_logits[:, :columns]), logits[:, :columns]
+    if class_start is not None:
+        packed = slice_statistics(class_logits, given, target, class_start, with_tops, of_slice, classes)
+        return packed, logits, teacher_logits
+    found = _ops.divergences_forward(class_logits, given.logits, target, given.lse, **spec.keywords())
     if with_tops:
-        found = [*found, tops(row_args[0], given, target, classes, spec, teacher_weight.shape[0])]
+        found = [*found, tops(class_logits, given, target, classes, spec)]
     return torch.cat(list(found)), logits, teacher_logits
 
 
 def slice_statistics(
-    logits: Tensor, teacher_logits: Tensor, target: Tensor, class_start: int, with_tops: bool, spec: Divergences
+    logits: Tensor,
+    teacher: TeacherRows,
+    target: Tensor,
+    class_start: int,
+    with_tops: bool,
+    spec: Divergences,
+    classes: Tensor | None = None,
 ) -> Tensor:
     """(1, width)."""
-    row_args, width = (logits, teacher_logits, target, None, None, class_start), logits.shape[1]
+    row_args, width = (logits, teacher.logits, target, None, None, class_start), logits.shape[1]
     values, statistics = _ops.divergences_forward(*row_args, **spec.keywords())
-    of = dict(zip(FIELDS, values, strict=True)) | {"hard_lse": statistics[5]}
+    number = values.new_full((), teacher.all_logits.shape[1])
+    of = dict(zip(FIELDS, values, strict=True)) | {"hard_lse": statistics[5], "lse_of_all": teacher.lse}
     if spec.reads("log_prob"):
         options, place = spec.options, (width, class_start, spec.num_classes)
         at = columns_of_ids(target.unsqueeze(-1), *place, options.ignore_index)
         of["log_prob"] = gather(logits, at, options).squeeze(-1)
     if with_tops:
-        found = (
-            *_top(logits, target, class_start, spec.student()),
-            *_top(teacher_logits, target, class_start, spec.teacher()),
-        )
-        of |= dict(zip(_TOPS, found, strict=True))
-    numbers = [statistics[0], statistics[1], *(of[name].to(values.dtype) for name in _sent(spec, with_tops))]
-    return torch.cat([*numbers, header(class_start, width, values.new_full((), width))]).unsqueeze(0)
+        assert teacher.top is not None
+        top, *others = top_classes(logits, teacher, target, classes, spec._replace(num_classes=None))
+        at_top = _at(top, logits, target, spec.student())
+        at_teacher_top = _at(teacher.top, teacher.all_logits, target, spec.teacher())
+        of |= dict(zip(_TOPS, (at_top, others[0], at_teacher_top, teacher.top, others[1]), strict=True))
+    if classes is not None:
+        number = number * nan_unless_different(classes, teacher.all_logits.shape[1])
+    sent = _sent(spec, with_tops, classes is not None)
+    numbers = [statistics[0], statistics[1], *(of[name].to(values.dtype) for name in sent)]
+    return torch.cat([*numbers, header(class_start, width, number)]).unsqueeze(0)
 
 
-def _top(logits: Tensor, target: Tensor, class_start: int, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """(the largest x of each row, its class of all); ignored rows are not read. Without columns: -inf."""
-    counted = is_counted(target, options.ignore_index)
+def _at(column: Tensor, logits: Tensor, target: Tensor, options: RowOptions) -> Tensor:
+    """x of these columns; ignored rows are not read. Without columns: -inf."""
     if logits.shape[1] == 0:
-        return target.new_full(target.shape, _NO_SHARE, dtype=torch.float64), torch.zeros_like(target)
-    index, options = torch.where(counted, 0, -100), options._replace(ignore_index=-100)
-    column = _ops.cross_entropy_forward(logits, index, None, True, False, False, True, **options.keywords())[2]
-    at = columns_of_ids(torch.where(counted, column, -100).unsqueeze(-1), logits.shape[1], 0, None, -100)
-    return gather(logits, at, options).squeeze(-1), column + class_start
+        return target.new_full(target.shape, _NO_SHARE, dtype=torch.float64)
+    index = torch.where(is_counted(target, options.ignore_index), column, -100).unsqueeze(-1)
+    options = options._replace(ignore_index=-100)
+    return gather(logits, columns_of_ids(index, logits.shape[1], 0, None, -100), options).squeeze(-1)
 
 
-def join(gathered: Tensor, target: Tensor, class_start: int | None, spec: Divergences, with_tops: bool) -> Rows:
+def join(
+    gathered: Tensor,
+    target: Tensor,
+    class_start: int | None,
+    spec: Divergences,
+    with_tops: bool,
+    with_classes: bool = False,
+) -> Rows:
     """The rows of all classes. The values of a second visit are still 0."""
     if class_start is None:
         of_values, of_both = len(FIELDS), len(FIELDS) + STATISTICS
         rows_of_tops = gathered[of_both:] if with_tops else gathered.new_empty(0)
         return Rows(gathered[:of_values], gathered[of_values:of_both], rows_of_tops)
     assert spec.num_classes is not None
-    tiled, names = tiles(*shard_ranges(gathered[:, -HEADER:]), spec.num_classes), _sent(spec, with_tops)
+    starts, sizes = shard_ranges(gathered[:, -HEADER:])
+    teacher_sizes, names = gathered[:, -1], _sent(spec, with_tops, with_classes)  # NaN: of classes that do not fit
+    tiled = tiles(starts, sizes, spec.num_classes) & ~teacher_sizes.isnan().any()
     numbers = gathered[:, :-HEADER].view(gathered.shape[0], 2 + len(names), target.shape[0])
     slice_lse, slice_teacher_lse, *others = numbers.unbind(1)
     of = dict(zip(names, others, strict=True))
@@ -163,15 +184,21 @@ def join(gathered: Tensor, target: Tensor, class_start: int | None, spec: Diverg
         values["log_prob"] = of["log_prob"].sum(0) - hard_lse
     lse = torch.where(tiled, lse, float("nan"))
     packed = torch.where(tiled, torch.stack([values[name] for name in FIELDS]), float("nan"))
-    statistics = torch.stack([lse, teacher_lse, values["reverse_kl"], zero, zero, hard_lse, teacher_lse])
+    lse_of_all = of["lse_of_all"].logsumexp(0) if with_classes else teacher_lse
+    statistics = torch.stack([lse, teacher_lse, values["reverse_kl"], zero, zero, hard_lse, lse_of_all])
     found_tops = gathered.new_empty(0)
     if with_tops:
-        top, teacher_top = (_first_top(of[name], of[f"{name}_class"], spec) for name in _TOPS[::2])
-        found_tops = torch.stack([(top == teacher_top).to(lse.dtype), torch.ones_like(lse)])
+        order = starts * len(starts) + torch.arange(len(starts), device=starts.device)  # empty slices too have a place
+        first = torch.where(order < order.unsqueeze(1), teacher_sizes, 0.0).sum(1, keepdim=True)
+        top, teacher_top = (_first_top(of[name], of[f"{name}_class"] + first) for name in ("top", "teacher_top"))
+        covers = torch.ones_like(lse)
+        if with_classes:
+            covers = torch.where(of["teacher_top_class"] + first == teacher_top, of["covers_top"], 0.0).sum(0)
+        found_tops = torch.stack([(top == teacher_top).to(lse.dtype), covers])
     return Rows(torch.where(is_counted(target, spec.options.ignore_index), packed, 0.0), statistics, found_tops)
 
 
-def _first_top(largest: Tensor, at_class: Tensor, spec: Divergences) -> Tensor:
+def _first_top(largest: Tensor, at_class: Tensor) -> Tensor:
     """(n,): the first class with the largest x of all slices, (ranks, n)."""
     return torch.where(largest == largest.amax(0), at_class, float("inf")).amin(0)
 
@@ -268,7 +295,8 @@ class DivergenceSteps:
         count: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
-        rows = join(self.ranks.wait(gathered), part.target, self.class_start, self.spec, self.with_tops)
+        join_args = (self.class_start, self.spec, self.with_tops, self.teacher.classes is not None)
+        rows = join(self.ranks.wait(gathered), part.target, *join_args)
         student, teacher = [logits[:, : self.columns] for logits in chunk_logits]
         sums = second_sums(student, teacher, part.target, rows, self.class_start, self.spec)
         if sums is not None:

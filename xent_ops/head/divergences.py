@@ -37,6 +37,7 @@ def dtype_of_teacher(dtype: torch.dtype, logits_dtype: torch.dtype | None) -> to
 
 class TeacherRows(NamedTuple):
     logits: Tensor  # (..., T), of the student's classes
+    all_logits: Tensor  # of all of the teacher's classes
     lse: Tensor | None = None  # (...), of all of the teacher's classes. None: they are the student's
     top: Tensor | None = None  # (...), the argmax of all of them, if it is wanted
 
@@ -48,38 +49,57 @@ def teacher_rows(
     top = None
     if classes is None:
         if with_tops:
-            _, top = _lse_and_top(logits, target, spec.teacher(), spec)
-        return TeacherRows(logits, None, top)
-    lse, top = _lse_and_top(logits, target, spec.teacher(), spec, with_tops)
+            _, top = lse_and_top(logits, target, spec.teacher(), spec)
+        return TeacherRows(logits, logits, None, top)
+    lse, top = lse_and_top(logits, target, spec.teacher(), spec, with_tops)
     # A class that the teacher lacks makes the loss NaN elsewhere; here it must not read other memory.
     columns = torch.nn.functional.pad(classes.to(torch.int64).clamp(0, logits.shape[-1] - 1), (0, padding))
-    return TeacherRows(logits.index_select(-1, columns), lse, top if with_tops else None)
+    return TeacherRows(logits.index_select(-1, columns), logits, lse, top if with_tops else None)
 
 
-def _lse_and_top(
+def lse_and_top(
     logits: Tensor, target: Tensor, options: RowOptions, spec: Divergences, with_top: bool = True
 ) -> tuple[Tensor, Tensor]:
     """(lse, argmax) of counted rows. The logits of ignored rows are not read."""
-    index, logits = (
-        torch.where(is_counted(target, spec.options.ignore_index), 0, -100),
-        logits[..., : spec.columns(logits)],
-    )
+    logits = logits[..., : spec.columns(logits)]
+    if logits.shape[-1] == 0:  # a slice without classes
+        return logits.new_full(target.shape, float("-inf"), dtype=accumulator(logits)), torch.zeros_like(target)
+    index = torch.where(is_counted(target, spec.options.ignore_index), 0, -100)
     keywords = options._replace(ignore_index=-100).keywords()
     _, lse, top, *_ = _ops.cross_entropy_forward(logits, index, None, with_top, False, False, True, **keywords)
     return lse, top
 
 
-def tops(
-    logits: Tensor, teacher: TeacherRows, target: Tensor, classes: Tensor | None, spec: Divergences, all_classes: int
-) -> Tensor:
-    """(2, ...), 1 or 0: do the argmaxes agree; is the teacher's one of the student's classes? ``all_classes``: its."""
+def tops(logits: Tensor, teacher: TeacherRows, target: Tensor, classes: Tensor | None, spec: Divergences) -> Tensor:
+    """(2, ...), 1 or 0: do the argmaxes agree; is the teacher's one of the student's classes?"""
+    _, of_teacher, covers = top_classes(logits, teacher, target, classes, spec)
     assert teacher.top is not None
-    _, top = _lse_and_top(logits, target, spec.student(), spec)
-    covers = torch.ones_like(top, dtype=torch.bool)
-    if classes is not None:
-        top, is_covered = classes[top].to(torch.int64), covers.new_zeros(all_classes)
-        covers = is_covered.index_fill(0, classes.to(torch.int64).clamp(0, len(is_covered) - 1), True)[teacher.top]
-    return torch.stack([top == teacher.top, covers]).to(accumulator(logits))
+    return torch.stack([of_teacher == teacher.top, covers]).to(accumulator(logits))
+
+
+def top_classes(
+    logits: Tensor, teacher: TeacherRows, target: Tensor, classes: Tensor | None, spec: Divergences
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the student's argmax, its class of the teacher's, is the teacher's argmax one of the student's classes?)"""
+    assert teacher.top is not None
+    _, top = lse_and_top(logits, target, spec.student(), spec)
+    if classes is None:
+        return top, top, torch.ones_like(top, dtype=torch.bool)
+    if len(classes) == 0:
+        return top, top, torch.zeros_like(top, dtype=torch.bool)
+    return top, classes[top].to(torch.int64), named_by(classes, teacher.all_logits.shape[-1])[teacher.top]
+
+
+def named_by(classes: Tensor, number: int) -> Tensor:
+    """(number,): is this class among these? Those out of range name any."""
+    named = torch.zeros(number, dtype=torch.bool, device=classes.device)
+    return named.index_fill(0, classes.to(torch.int64).clamp(0, number - 1), True)
+
+
+def nan_unless_different(classes: Tensor, number: int) -> Tensor:
+    """(): 1 for different classes of ``number``, else NaN. It does not synchronise."""
+    valid = ((classes >= 0) & (classes < number)).all()
+    return torch.where(valid & (named_by(classes, number).sum() == classes.shape[0]), 1.0, float("nan"))
 
 
 def _products(
@@ -130,7 +150,7 @@ def statistics(
         given = teacher_rows(teacher_logits, target, classes, with_tops, spec)
         found = _ops.divergences_forward(logits, given.logits, target, given.lse, **spec.keywords())
         found = [row for part in found for row in part.unbind()]
-        return [*found, *tops(logits, given, target, classes, spec, len(teacher_weight))] if with_tops else found
+        return [*found, *tops(logits, given, target, classes, spec)] if with_tops else found
 
     fills = _SKIPPED + (0.0, 0.0) * with_tops
     computed = unpack_statistics(rows, products.run(visit, rows.indices()), fills, target, ignored)

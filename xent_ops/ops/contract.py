@@ -44,7 +44,7 @@ def packed_width(call: Call) -> int:
     """The number of values in the packed statistics of a rank."""
     rows, ids = call.target.numel(), getattr(call, "ids", None)
     if hasattr(call, "fields"):
-        return divergence_chunk.width(rows, rules.record(call), call.with_tops)
+        return divergence_chunk.width(rows, rules.record(call), call.with_tops, call.classes is not None)
     ids_per_row = 0 if ids is None else ids.shape[-1]
     return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), ids_per_row)
 

@@ -19,13 +19,14 @@ def hard_weight(value: float) -> None:
         raise ValueError(f"hard_weight must be finite, got {value}")
 
 
-def class_values(classes: Tensor | None, number: int) -> None:
+def class_values(classes: Tensor | None, number: int, hint: str = "") -> None:
     """Raise for classes that the teacher does not have, and for equal ones. It reads them, so it is for CPU tensors."""
     if classes is None:
         return
     bad = classes[(classes < 0) | (classes >= number)]
     if len(bad) > 0:
-        raise IndexError(f"classes has {int(bad[0])}, which the teacher does not have: valid are 0 to {number - 1}")
+        valid = f"valid are 0 to {number - 1}{hint}"
+        raise IndexError(f"classes has {int(bad[0])}, which the teacher does not have: {valid}")
     sorted_classes = classes.sort().values
     equal = sorted_classes[1:][sorted_classes[1:] == sorted_classes[:-1]]
     if len(equal) > 0:
@@ -39,14 +40,6 @@ def are_ids(classes: Tensor) -> None:
     if classes.dtype == torch.bool:
         raise TypeError("classes has dtype torch.bool, a mask: expected ids, which are classes.nonzero().squeeze(-1)")
     checks.dtype("classes", classes, checks.INDICES)
-
-
-def nan_unless_different(classes: Tensor, number: int) -> Tensor:
-    """(): 1 for different classes of the teacher's, else NaN. It does not synchronise."""
-    indices = classes.to(torch.int64)
-    valid = ((indices >= 0) & (indices < number)).all()
-    named = torch.zeros(number, device=classes.device).index_fill(0, indices.clamp(0, number - 1), 1.0)
-    return torch.where(valid & (named.sum() == classes.shape[0]), 1.0, float("nan"))
 
 
 def options(spec: Divergences, student: Tensor, teacher: Tensor) -> None:

@@ -40,7 +40,7 @@ def _product(call: Call) -> int:
 
 def _teacher_product(call: Call) -> int:
     classes, features = call.teacher_weight.shape
-    if hasattr(call, "class_start"):
+    if hasattr(call, "class_start") and call.classes is None:
         classes = columns_of(classes, call.class_start, call.num_classes)
     return 2 * math.prod(call.teacher_input.shape[:-1]) * features * classes
 

@@ -91,7 +91,7 @@ def _temperature(call: Call) -> None:
         student, names = heads[0], ("linear_weight", "teacher_weight")
         teacher, widths = heads[2], (heads[1].shape[0], heads[3].shape[0])
         if getattr(call, "classes", None) is not None:
-            if sliced(call) or call.num_classes is not None:
+            if call.num_classes is not None and not sliced(call):
                 raise ValueError(distillation_checks.CLASSES_ALONE)
             widths = (widths[0], call.classes.shape[0])
     else:

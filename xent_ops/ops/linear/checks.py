@@ -39,7 +39,7 @@ def head(
 def two_heads(
     student: tuple[Tensor, Tensor, Tensor | None],  # input, weight, bias
     target: Tensor,
-    teacher: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor, Tensor, Tensor | None, Tensor | None],  # its input, weight, bias; the student's classes
     spec: Divergences,
     class_start: int,
     names: tuple[str, str],
@@ -47,12 +47,13 @@ def two_heads(
 ) -> None:
     """Checks for slices, which may be empty. ``names``: of the weights and biases."""
     contract = OPERATORS["linear_divergences_chunk"].contract
-    fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias")
+    fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias", "classes")
     heads: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))
     call = contract.blank(target=target, class_start=class_start, num_classes=spec.num_classes, **heads)
-    contract.check_tensors(call, dict(zip((*fields[0][1:], *fields[1][1:]), (*names, *teacher_names), strict=True)))
+    contract.check_tensors(call, dict(zip((*fields[0][1:], *fields[1][1:3]), (*names, *teacher_names), strict=True)))
     distillation_checks.options(spec, student[0], teacher[0])
-    widths = student[1].shape[0], teacher[1].shape[0]
+    widths, classes = (student[1].shape[0], teacher[1].shape[0]), teacher[3]
+    widths = widths if classes is None else (widths[0], classes.shape[0])
     distillation_checks.slices(spec, class_start, *widths, (names[0], teacher_names[0]))
 
 

@@ -21,7 +21,7 @@ from ...head.float16 import split_loss
 from ...kernels.divergences import FIELDS, STATISTICS
 from ...kernels.options import LossOptions, RowOptions
 from ..checks import divisor_needs_grad
-from ..contract import Call, packed_width
+from ..contract import Call, classes_of, packed_width
 from ..distillation_checks import class_values, teacher_needs_grad
 from ..divergences import refuse_derivatives
 from ..library import Gradients, autograd, needs_grad, operator, run, save_for, save_nothing, saved
@@ -41,7 +41,8 @@ _TEACHER = ("float", "... P", "as linear_divergences_chunk makes them")
 
 def _check_values(call: Call) -> None:
     check_targets(call)
-    class_values(call.classes, call.teacher_weight.shape[0])
+    classes = call.classes if call.classes is None else call.classes[: classes_of(call)]
+    class_values(classes, call.teacher_weight.shape[0])
 
 
 def _refuse_gradients_of_teacher(ctx: Any) -> None:
