@@ -316,6 +316,14 @@ def test_refused_in_words(device):
         call(student, [teacher[0], teacher[1].clone().requires_grad_(), teacher[2]], nla, classes=ids)
 
 
+def test_classes_of_eight_bits(device):
+    """200 of 300 classes is one of them."""
+    student, teacher = torch.randn(2, 3, device=device, requires_grad=True), torch.randn(2, 300, device=device)
+    classes = torch.tensor([1, 200, 3], device=device)
+    losses = [xent_ops.distillation_token_loss(student, teacher, nla, classes=ids) for ids in (classes, classes.byte())]
+    assert torch.equal(*losses) and losses[0].isfinite()
+
+
 def test_classes_that_are_not_ids(device, raises_out_of_range):
     """Of values a CPU raises errors; a GPU's loss and gradients are NaN. Offsets are found because they are equal."""
     student, teacher, ids, _ = problem(device, classes=True)

@@ -98,6 +98,7 @@ def named_by(classes: Tensor, number: int) -> Tensor:
 
 def nan_unless_different(classes: Tensor, number: int) -> Tensor:
     """(): 1 for different classes of ``number``, else NaN. It does not synchronise."""
+    classes = classes.to(torch.int64)  # torch compares a number of 8 bits with 300 as with 44
     valid = ((classes >= 0) & (classes < number)).all()
     return torch.where(valid & (named_by(classes, number).sum() == classes.shape[0]), 1.0, float("nan"))
 

@@ -23,6 +23,7 @@ def class_values(classes: Tensor | None, number: int, hint: str = "") -> None:
     """Raise for classes that the teacher does not have, and for equal ones. It reads them, so it is for CPU tensors."""
     if classes is None:
         return
+    classes = classes.to(torch.int64)  # torch compares a number of 8 bits with 300 as with 44
     bad = classes[(classes < 0) | (classes >= number)]
     if len(bad) > 0:
         valid = f"valid are 0 to {number - 1}{hint}"
