@@ -51,9 +51,9 @@ class TopKLoss(TokenRows):
             row_values = [part.of(row) for row in rows]
             loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
             values.append((loss, part.target))
-            # Zeros of ignored rows stay zeros beside a divisor of 0: the mean of no rows.
-            of_rows = torch.where(is_counted(part.target, self.ignore_index), divisor, 1.0)
-            return RowGradients(grad_lse, grad_lse / of_rows, grad_ids=grad_ids / of_rows.unsqueeze(-1))
+            # The zeros of ignored rows, divided by the number of no rows, are NaN. Their ids are not read.
+            divided = torch.where(is_counted(part.target, self.ignore_index), grad_lse / divisor, 0.0)
+            return RowGradients(grad_lse, divided, grad_ids=grad_ids / divisor)
 
         return upstream
 

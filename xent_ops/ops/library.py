@@ -69,7 +69,7 @@ class Operator:
         self.name, self.overload = name, define(name)
         self.contract = contract(self.overload._schema)
         self.bind = self.contract.Call
-        self.reference, self.check_values = reference, check_values
+        self.reference, self.check_values = _with_contiguous_results(reference), check_values
         self.ascend, self.calls_operators, self.overwrites = ascend, calls_operators, overwrites
         self.arguments = self.contract.arguments
         self.position = self.arguments.index(overwrites) if overwrites is not None else -1
@@ -210,6 +210,19 @@ def _in_place(function: Callable[..., Any], position: int) -> Callable[..., Any]
         return returned(other_results)
 
     return write
+
+
+def _with_contiguous_results(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Results have the strides of the fake ones, which traced code relies on. Those of the arguments may be others."""
+
+    @functools.wraps(function)
+    def compute(*args: Any, **keywords: Any) -> Any:
+        results = function(*args, **keywords)
+        if results is None or isinstance(results, Tensor):
+            return None if results is None else results.contiguous()
+        return tuple([result.contiguous() for result in results])
+
+    return compute
 
 
 def returned(outputs: list[Any]) -> Any:
