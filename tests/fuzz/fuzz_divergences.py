@@ -16,7 +16,7 @@ FIELDS = ("kl", "reverse_kl", "jsd", "overlap", "log_prob")
 def draw(*args):
     draw = Heads(*args, judge="fuzz_divergences")
     draw.split_rows()
-    draft = draw.ranks == 1 and draw.maybe(0.4)
+    draft = draw.maybe(0.4)
     draw.numbers("divergences_forward")
     widths = (draw.classes, draw.classes + draw.pick((0, 1, 50))) if draft else draw.padded()
     read = draw.random.sample(FIELDS, draw.pick((1, 1, 2, 3, 5)))
@@ -25,7 +25,9 @@ def draw(*args):
     draw.reduced("mean", "sum")
     draw.chunked()
     if draft:
-        draw.say(f"classes = torch.randperm({widths[1]})[:{draw.classes}].to({draw.device!r})")
+        draw.draft_of = widths[1]
+        order = ".sort().values" if draw.ranks > 1 else ""  # the heads are split at the same classes
+        draw.say(f"classes = torch.randperm({widths[1]})[:{draw.classes}]{order}.to({draw.device!r})")
         draw.more.append("classes=classes")
     draw.student = draw.logits("student", draw.dtype, widths[0])
     draw.teacher = draw.logits("teacher", draw.dtype, widths[1], (1, 4, 16))

@@ -15,6 +15,7 @@ class Heads(Program):
     def __init__(self, *args, judge, classes=(1, 2, 17, 64, 130, 1003)):
         super().__init__(*args)
         self.dtype, self.classes, self.teacher, self.sequence = self.pick(DTYPES), self.pick(classes), [], None
+        self.draft_of = None  # the number of the teacher's classes, of which the student has ``classes``
         self.shape = self.pick([(), (0,), (1,), (7,), (33,), (2, 3), (2, 0), (2, 3, 2)])
         self.ignored = self.pick((-100, -1, self.classes + 9))
         self.begin(judge)
@@ -101,6 +102,7 @@ class Heads(Program):
         if self.ranks > 1:
             self._shards()
             self.leaves, teacher = ([f"my_{name}" for name in names] for names in (self.student, teacher))
+            self.more = ["classes=my_classes" if text == "classes=classes" else text for text in self.more]
             self.more += [f"num_classes={self.classes}", "class_start=start"]
             self.judged += ["shard=(start, stop)"]
             self.judged += [] if self.sequence is None else [f"part=({self.sequence}, rank, {self.ranks})"]
@@ -110,17 +112,22 @@ class Heads(Program):
 
     def _shards(self):
         """This rank's parts of the tensors; each head has padding of its own."""
-        ends = sorted(self.random.randint(0, self.classes) for _ in range(self.ranks - 1))
-        places = list(zip([0, *ends], [*ends, self.classes], strict=True))
-        self.say("rank = torch.distributed.get_rank()", f"start, stop = {places}[rank]")
+        width = self.draft_of or self.classes
+        ends = sorted(self.random.randint(0, width) for _ in range(self.ranks - 1))
+        places = list(zip([0, *ends], [*ends, width], strict=True))
+        self.say("rank = torch.distributed.get_rank()", f"start, stop = teacher_start, teacher_stop = {places}[rank]")
+        if self.draft_of is not None:
+            self.say("start, stop = [int((classes < end).sum()) for end in (teacher_start, teacher_stop)]")
+            self.say("my_classes = classes[start:stop] - teacher_start")
         for side in ("", "teacher_") if self.teacher else ("",):
-            self.say(f"{side}padding = {self.pick((0, 1, 2))} if start < stop == {self.classes} else 0")
+            padding = self.pick((0, 1, 2)) if self.draft_of is None else 0
+            self.say(f"{side}padding = {padding} if start < stop == {self.classes} else 0")
         for name in (*self.student, *self.teacher):
             side = "teacher_" if name.startswith("teacher") else ""
             text = name if self.sequence is None else f"{name}.chunk({self.ranks}, {self.sequence})[rank]"
             if name not in ("student", "teacher"):
                 zeros = "0, 0, 0, " if name.endswith("head") else "0, "
-                text = f"torch.nn.functional.pad({name}[start:stop], ({zeros}{side}padding), value=7.0)"
+                text = f"torch.nn.functional.pad({name}[{side}start:{side}stop], ({zeros}{side}padding), value=7.0)"
             self.say(f"my_{name} = {text}.clone()")
 
     def expect(self, *more, result="loss", differentiated="loss"):
