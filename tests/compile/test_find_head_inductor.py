@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from xent_ops import inductor
-from xent_ops.inductor.rewriting import find_head
+from xent_ops.inductor.rewriting import head
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -88,7 +88,7 @@ def test_a_head_inside_a_checkpoint(monkeypatch):
 
     assert counts(code_of(function, *inputs()), ONE_PASS) == (1,)
     # "auto" keeps no gradients of the head where the model asks for recomputation.
-    monkeypatch.setattr(find_head, "WORTHWHILE", {"cpu": 0})
+    monkeypatch.setattr(head, "WORTHWHILE", {"cpu": 0})
     assert counts(code_of(function, *inputs(), options=inductor.options()), ONE_PASS) == (0,)
     (call,) = inductor.last_report().calls
     assert call.replaced and "would be kept in a checkpointed part" in call.head_left

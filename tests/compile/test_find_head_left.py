@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xent_ops
 from xent_ops import inductor
-from xent_ops.inductor.rewriting import find_head
+from xent_ops.inductor.rewriting import head
 
 
 def _autocast_off(x, w, b, t):
@@ -220,7 +220,7 @@ def test_float16_needs_a_gradient_in_float32():
 @pytest.mark.parametrize("rows, taken", [(H - 1, False), (H, True)])
 def test_heads_that_share_a_weight(rows, taken, transposed, monkeypatch):
     """Each would keep a gradient of the weight until the backward: logits of fewer bytes do not pay for it."""
-    monkeypatch.setattr(find_head, "WORTHWHILE", {"cpu": 0})
+    monkeypatch.setattr(head, "WORTHWHILE", {"cpu": 0})
     _, w, _, _ = inputs()
     xs, ts = torch.randn(3, rows, H), torch.randint(0, V, (3, rows))
 
@@ -298,7 +298,7 @@ def test_torch_makes_a_wrong_gradient_of_it(program):
         found = [torch.autograd.grad(f(w), w)[0] for f in (torch.compile(function, options=options), function)]
         error = (found[0] - found[1]).norm() / found[1].norm()
         assert {wrong} or error < 1e-5, error
-        assert not {wrong} or error > 0.1, "torch has mended it: find_head._refuse_twice_normalized, docs/compile.md"
+        assert not {wrong} or error > 0.1, "torch has mended it: head._refuse_twice_normalized, docs/compile.md"
         """,
         TORCHINDUCTOR_VEC_ISA_OK="",
     )

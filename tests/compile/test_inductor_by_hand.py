@@ -171,7 +171,7 @@ def test_the_head_is_taken_too(case, monkeypatch):
     t = torch.randint(0, V, (B, S))
     backend, report = assert_same(HEADS[case], h, w, t, stays=None, linear=True, rtol=1e-4, atol=1e-5)
     assert report.calls[0].head and HEAD in backend.targets() and LOSS not in backend.targets()
-    monkeypatch.setattr(inductor.rewriting.find_head, "WORTHWHILE", {"cpu": 0})
+    monkeypatch.setattr(inductor.rewriting.head, "WORTHWHILE", {"cpu": 0})
     _, report = assert_same(HEADS[case], h, w, t, stays=None, rtol=1e-4, atol=1e-5)
     assert "would take a fourth product for gradients; linear=True takes it" in report.calls[0].head_left
     with torch.no_grad():

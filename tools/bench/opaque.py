@@ -8,7 +8,7 @@ from torch._functorch import config
 from torch._inductor import decomposition
 
 from xent_ops.inductor.lowerings import install
-from xent_ops.inductor.lowerings.decomposition import DECOMPOSITIONS
+from xent_ops.inductor.lowerings.reuse import DECOMPOSITIONS
 
 
 @contextlib.contextmanager

@@ -44,10 +44,10 @@ BEFORE_TRACING.append(_before_tracing)
     lambda base, *_: dict(base) if isinstance(base, Mapping) else {},
 )
 def _settings(base: Mapping[str, Any] | str | None, linear: bool | str, products: HeadProducts | None) -> Any:
-    from .rewriting import find_head, graph_pass, report
+    from .rewriting import graph_pass, head, report
 
     base = graph_pass.mode_options(base) if isinstance(base, str) else base or {}
-    settings = graph_pass.settings(base, find_head.Heads(linear, products))
+    settings = graph_pass.settings(base, head.Heads(linear, products))
     report.clear()
     return settings
 

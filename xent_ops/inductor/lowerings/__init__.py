@@ -16,6 +16,6 @@ from ..._private import unless_gone
 )
 def install() -> None:
     """Register everything, once. Takes over a second, because it imports Inductor."""
-    from . import decomposition
+    from . import reuse
 
-    decomposition.install()
+    reuse.install()

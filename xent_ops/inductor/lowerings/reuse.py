@@ -1,23 +1,31 @@
-"""Lowers an operator to its in-place form if it is the last reader of the logits.
+"""One buffer of logits for a compiled step: lowers an operator to its in-place form if it is their last reader.
 
 Inductor's own pass (reinplace_inplaceable_ops) refuses to write into an input of a graph, and the saved logits are an
 input of the backward graph. AOTAutograd marks saved tensors as donated if no input or output shares their memory. The
 gradient may be written over donated logits if the operator is their last reader (last_reader.py), and over the result
 of a matrix product of the same graph if the operator is its only reader.
+
+On a CPU without the C++ extension, and on devices without kernels, Inductor gets pointwise aten instead, which it fuses
+into one kernel that writes over the logits. Other backends (aot_eager, NPU graphs) keep the opaque node.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._inductor import decomposition
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.ir import DonatedBuffer
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V
 
 from ..._private import unless_gone
-from ...kernels import accelerators, cpu
+from ...kernels import accelerators, cpu, reference, reference_soft
+from ...kernels.options import as_record
 from ...ops.library import OPERATORS
 from ...ops.schemas import DECLARED
 from . import calls, last_reader, packages, save
@@ -34,6 +42,12 @@ INPLACE = {
 # It scales a gradient from the forward, in place on every device: plain torch scales in place too.
 _SCALE = torch.ops.xent.linear_scale_grad.default
 INPLACE[_SCALE] = (torch.ops.xent.scale_grad_.default, 0)
+
+# These are pointwise in plain torch.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.xent.cross_entropy_backward.default: reference.cross_entropy_backward,
+    torch.ops.xent.soft_cross_entropy_backward.default: reference_soft.soft_cross_entropy_backward,
+}
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -75,12 +89,25 @@ def _may_be_view(node: torch.fx.Node) -> bool:
     return not new or node.target in last_reader.MAY_BE_VIEWS
 
 
+def _unless_reused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    devices = {arg.device.type for arg in args if isinstance(arg, Tensor)}
+    # Pointwise aten was slower on an H200, and did not reuse the logits: docs/lab/2026-11-inductor.md.
+    return NotImplemented if any(map(writes_over, devices)) else function(*args, **as_record(kwargs))
+
+
 def install() -> None:
+    """Register everything. Clears a table that Inductor filled at an earlier compile, which lacks our entries."""
+    forget = decomposition.fast_random_decomps.cache_clear
     positions = {op: position for op, (_, position) in INPLACE.items()}
     passes: list[Any] = [last_reader.MarkLastReaders(positions), save.SaveGradients()]
     joint_graph.pass_patterns += passes
     for op, (inplace, position) in INPLACE.items():
         _install(op, inplace, position)
+    calls.install()
+    # Last: without the lowerings above Inductor adds a fallback, and refuses an operator that has a decomposition too.
+    for op, function in DECOMPOSITIONS.items():
+        decomposition.decompositions[op] = functools.partial(_unless_reused, function)
+    forget()
 
 
 def _install(op: Any, inplace: Any, position: int) -> None:

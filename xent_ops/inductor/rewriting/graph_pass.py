@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from ..._private import unless_gone
 from .. import cache_tag, lowerings
 from . import report, rewrite
-from .find_head import Heads
+from .head import Heads
 
 _RUNS = "use_pre_grad_passes"  # False in mode="lite"
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ...kernels import sizes
 from ...kernels.options import Activation
 from ...ops import checks
-from . import by_hand, find_head, other_forms, tail
-from .emit_head import emit_head
+from . import by_hand, head, other_forms, tail
 from .emitter import Emitter
-from .find_head import Heads
+from .head import Heads
 from .losses import Loss, losses
 from .modes import modes
 from .nodes import LeftAlone, refuse_foreign, value_of, where
@@ -51,7 +48,7 @@ def _replace(loss: Loss, heads: Heads, call: Call) -> Call | None:
     except LeftAlone as reason:
         return None if loss.is_own else dataclasses.replace(call, why=f"{reason}{loss.remedy}")
     try:
-        path = find_head.find(loss, heads)
+        path = head.find(loss, heads)
         if path is not None:
             return _put(path, call)
     except LeftAlone as reason:
@@ -110,10 +107,10 @@ def _refuse_few_classes(loss: Loss) -> None:
 
 def _put(path: Path, call: Call) -> Call:
     """Replace the loss and what the path takes up by our operator, and return the record."""
-    loss, emit, head = path.loss, Emitter(path.loss.node), path.product
-    taken: dict[str, Any] = {"upcast_removed": path.upcast, "head": head is not None, "products": path.products}
+    loss, emit, product = path.loss, Emitter(path.loss.node), path.product
+    taken: dict[str, Any] = {"upcast_removed": path.upcast, "head": product is not None, "products": path.products}
     try:
-        made = _emit_loss(emit, path) if head is None else emit_head(emit, path, head)
+        made = tail.emit_loss(emit, path) if product is None else head.emit_head(emit, path, product)
         result = _as_wanted(emit, loss.finished(emit, made))
         taken |= {**path.activation._asdict(), "logits_dtype": path.logits_dtype}
     except LeftAlone:
@@ -136,40 +133,6 @@ def _as_wanted(emit: Emitter, loss: fx.Node) -> fx.Node:
     if value_of(loss).shape != expected.shape:
         raise LeftAlone(f"ours would have shape {tuple(value_of(loss).shape)}, not {tuple(expected.shape)}")
     return loss if value_of(loss).dtype == expected.dtype else emit("to", loss, expected.dtype)
-
-
-def _with_views(emit: Emitter, tail: Path) -> fx.Node:
-    """The views of the tail, applied to the logits before it."""
-    node = tail.source
-    for view in tail.views:
-        # The upcast of a slice is dense, the slice is not. If it cannot be viewed, reshape copies it.
-        target = "reshape" if view.target == "view" else view.target
-        node = emit(target, node, *view.args[1:], **view.kwargs)
-    return node
-
-
-def _classes_last(emit: Emitter, tensor: fx.Node, dim: int) -> fx.Node:
-    if dim == value_of(tensor).dim() - 1:
-        return tensor
-    tensor = emit("movedim", tensor, dim, -1)
-    # It is dense already if the model transposed to get its (N, C, d1).
-    return tensor if value_of(tensor).stride(-1) == 1 else emit("contiguous", tensor)
-
-
-def _emit_loss(emit: Emitter, tail: Path) -> fx.Node:
-    call, call_args = tail.loss, tail.loss.arguments(emit)
-    reduction = call_args.get("reduction", "mean")
-    options = {"label_smoothing": call_args.get("label_smoothing", 0.0), **tail.activation.keywords()}
-    logits = _classes_last(emit, _with_views(emit, tail), call.class_dim)
-    target = _classes_last(emit, call_args["target"], call.class_dim) if call.is_soft else call_args["target"]
-    operands = logits, target, call_args.get("weight")
-    if not call.is_soft:
-        options |= {"ignore_index": call_args.get("ignore_index", -100), "reduction": reduction}
-        return emit(torch.ops.xent.cross_entropy.default, *operands, **options)
-    # torch accepts any numbers as probabilities, and written-out sums have other uses, such as policy gradients.
-    rows = emit(torch.ops.xent.soft_cross_entropy_forward.default, *operands, False, **options)
-    loss = emit(operator.getitem, rows, 0)
-    return loss if reduction == "none" else emit(reduction, loss)  # the methods sum and mean
 
 
 def _shape(logits: Tensor) -> str:
