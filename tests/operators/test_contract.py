@@ -31,6 +31,8 @@ def test_what_each_operator_has():
 cross_entropy_forward: logits; V=logits; batch_invariant label_smoothing softcap logit_scale with_entropy
 cross_entropy_reduced: logits; V=logits; label_smoothing softcap logit_scale lse_square_scale reduction
 cross_entropy_backward: logits; V=logits; grad_dtype label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy lse_square_scale
+cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap logit_scale with_entropy
+scale_grad_: grad; columns=grad; no rule
 divergences_forward: logits; V=logits T=teacher_logits; target joined target
 divergences_backward: logits; V=logits T=teacher_logits; grad_dtype target target
 divergences_with_grad: logits; V=logits T=teacher_logits; target target target
@@ -66,9 +68,7 @@ soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scal
 soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
 top_k: logits; V=logits; logit_scale logits
 linear_top_k: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale input
-top_k_distillation: ids; K=ids; token_weight lse_square_scale
-cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap logit_scale with_entropy
-scale_grad_: grad; columns=grad; no rule""",
+top_k_distillation: ids; K=ids; token_weight lse_square_scale""",
     )
 
 

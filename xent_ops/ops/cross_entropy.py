@@ -1,31 +1,34 @@
-"""Operators for class-index targets: losses and statistics of rows, reduced losses, and their backward.
+"""Operators for class-index targets: losses and statistics of rows, reduced losses, their backward, and both in one.
 
 The reduced loss is returned with its divisors. Further terms of a loss are plain torch on the rows' lse.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import reductions, reference
+from ..kernels import reductions, reference, reference_with_grad
 from . import checks
 from .contract import Call
 from .library import Gradients, autograd, needs_grad, operator, run, run_backward, save_for, saved
 from .rules import check_targets
-from .second_order import differentiate_call, no_second_derivative, save_all
+from .second_order import differentiate_call, no_second_derivative, save_all, without_derivative
 
 
-def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    """Keep the logits, the target and one float per row: the backward computes the softmax again from the lse."""
+def save_rows(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
+    """Keep the logits, the target and one float per row: the backward computes the softmax again from the lse.
+
+    Of a head, keep input and weight: the backward computes the logits again.
+    """
     if needs_grad(ctx, "weight"):
         checks.weight_needs_grad()
     _loss, lse, argmax, entropy, lse_low = output
     ctx.mark_non_differentiable(argmax, lse_low, *(() if call.with_entropy else (entropy,)))
-    results = {"lse": lse, "lse_low": lse_low, "entropy": entropy if call.with_entropy else None}
-    save_for(ctx, "cross_entropy_backward", call, **results)
+    save_for(ctx, backward, call, lse=lse, lse_low=lse_low, entropy=entropy if call.with_entropy else None)
 
 
 def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> Gradients:
@@ -54,13 +57,8 @@ def _second_backward(ctx: Any, grad: Tensor) -> Gradients:
     return differentiate_call(reference.cross_entropy_backward, ctx, grad)
 
 
-operator(
-    "cross_entropy_forward",
-    reference=reference.statistics,
-    check_values=check_targets,
-    ascend=True,
-)
-autograd("cross_entropy_forward", _rows_backward, _save_rows)
+operator("cross_entropy_forward", reference=reference.statistics, check_values=check_targets, ascend=True)
+autograd("cross_entropy_forward", _rows_backward, functools.partial(save_rows, "cross_entropy_backward"))
 
 operator(
     "cross_entropy_reduced",
@@ -70,9 +68,20 @@ operator(
 )
 autograd("cross_entropy_reduced", _reduced_backward, _save_reduced)
 
+operator("cross_entropy_backward", reference=reference.cross_entropy_backward, ascend=True)
+autograd("cross_entropy_backward", _second_backward, save_all)
+
+# Loss and gradient in one pass over the logits, for upstream gradients that are known in the forward.
 operator(
-    "cross_entropy_backward",
-    reference=reference.cross_entropy_backward,
+    "cross_entropy_with_grad",
+    reference=reference_with_grad.cross_entropy_with_grad,
+    check_values=check_targets,
     ascend=True,
 )
-autograd("cross_entropy_backward", _second_backward, save_all)
+without_derivative(
+    "cross_entropy_with_grad",
+    ", since it returns the gradient itself: call it under torch.no_grad(), or use "
+    "xent_ops.cross_entropy(..., grad_in_forward=True)",
+)
+
+operator("scale_grad_", reference=reference_with_grad.scale_grad_, overwrites="grad")

@@ -38,23 +38,11 @@ def refuse_derivatives(ctx: Any, *grads: Tensor) -> Gradients:
     return {}
 
 
-operator(
-    "divergences_forward",
-    reference=reference.divergences_forward,
-    check_values=check_targets,
-)
+operator("divergences_forward", reference=reference.divergences_forward, check_values=check_targets)
 autograd("divergences_forward", _backward, _save)
 
-operator(
-    "divergences_backward",
-    reference=reference.divergences_backward,
-    check_values=check_targets,
-)
+operator("divergences_backward", reference=reference.divergences_backward, check_values=check_targets)
 autograd("divergences_backward", refuse_derivatives, save_nothing)
 
-operator(
-    "divergences_with_grad",
-    reference=reference.divergences_with_grad,
-    check_values=check_targets,
-)
+operator("divergences_with_grad", reference=reference.divergences_with_grad, check_values=check_targets)
 autograd("divergences_with_grad", refuse_derivatives, save_nothing)

@@ -6,8 +6,6 @@ and so do losses of rows that autograd records.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,8 @@ from ..kernels.options import LossOptions, RowOptions
 from ..kernels.reference import is_counted
 from . import transforms
 from .contract import Call
-from .library import autograd, operator, save_nothing
+from .library import operator
+from .second_order import without_derivative
 
 _ops = torch.ops.xent
 
@@ -82,13 +81,6 @@ def counted_sum(values: Tensor, target: Tensor, divisor: Tensor | None, ignore_i
     return _ops.row_summary(values, values, target, None, None, divisors, **keywords)[0]
 
 
-def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "xent::row_divisors and xent::row_summary have no derivative: call xent_ops.cross_entropy or "
-        "xent_ops.linear_cross_entropy, or reduce the losses of rows in torch"
-    )
-
-
 def _factor_shape(call: Call) -> tuple[int, ...]:
     return () if call.token_weight is None else tuple(call.target.shape)
 
@@ -107,7 +99,6 @@ operator(
         "grad_lse_square": ("dtype", lambda call: _factor_shape(call) if call.lse_square_scale != 0.0 else (0,), ""),
     },
 )
-autograd("row_divisors", _no_derivative, save_nothing)
 
 operator(
     "row_summary",
@@ -119,4 +110,8 @@ operator(
         "accuracy": ("acc", _with_argmax, ""),
     },
 )
-autograd("row_summary", _no_derivative, save_nothing)
+for _name in ("row_divisors", "row_summary"):
+    without_derivative(
+        _name,
+        ": call xent_ops.cross_entropy or xent_ops.linear_cross_entropy, or reduce the losses of rows in torch",
+    )

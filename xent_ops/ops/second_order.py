@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.options import as_record
 from .contract import Call
 from .dtensors import is_dtensor
-from .library import needs_grad
+from .library import autograd, needs_grad, save_nothing
 
 
 def save_all(ctx: Any, call: Call, output: Any) -> None:
@@ -34,6 +34,15 @@ def differentiate_call(
 
     needs = [needs_grad(ctx, name) for name in names]
     return dict(zip(names, differentiate(by_name, ctx.saved_tensors, needs, {}, grad), strict=True))
+
+
+def without_derivative(name: str, instead: str) -> None:
+    """Give an operator a formula that raises. ``instead``: why there is no derivative, and what to call."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(f"xent::{name} has no derivative{instead}")
+
+    autograd(name, refuse, save_nothing)
 
 
 def no_second_derivative() -> NoReturn:

@@ -9,15 +9,16 @@ vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
 from ..kernels import reference_shard
 from . import checks
 from .contract import Call
-from .library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
+from .library import Gradients, autograd, needs_grad, operator, run_backward, save_for
 from .rules import check_targets
+from .second_order import without_derivative
 
 
 def _save(ctx: Any, call: Call, lse_coefficient: Tensor, **results: Any) -> None:
@@ -49,20 +50,17 @@ def _reduced_backward(ctx: Any, grad_value: Any, _divisor: None, grad_lse: Any, 
     return _rows_backward(ctx, grad_value, grad_lse)
 
 
-def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "xent::cross_entropy_shard has no derivative: the gradient flows through the logits of "
-        "cross_entropy_shard_join. Call it on detached logits, or use xent_ops.distributed.vocab_parallel_cross_entropy"
-    )
-
-
 operator(
     "cross_entropy_shard",
     reference=reference_shard.cross_entropy_shard,
     check_values=check_targets,
     ascend=True,
 )
-autograd("cross_entropy_shard", _shard_alone, save_nothing)
+without_derivative(
+    "cross_entropy_shard",
+    ": the gradient flows through the logits of cross_entropy_shard_join. Call it on detached logits, or use "
+    "xent_ops.distributed.vocab_parallel_cross_entropy",
+)
 
 operator("cross_entropy_shard_join", reference=reference_shard.cross_entropy_shard_join, ascend=True)
 autograd("cross_entropy_shard_join", _rows_backward, _save_rows)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from ...kernels.reference import is_counted
 from .. import transforms
 from ..checks import divisor_needs_grad, weight_needs_grad
 from ..contract import Call
+from ..cross_entropy import save_rows
 from ..dtensors import is_dtensor
-from ..library import Gradients, autograd, needs_grad, operator, run, run_backward, save_for, save_nothing, saved
+from ..library import Gradients, autograd, needs_grad, operator, run, run_backward, save_for, saved
 from ..names import RESULTS
-from ..second_order import differentiate_call, no_second_derivative, save_all
+from ..second_order import differentiate_call, no_second_derivative, save_all, without_derivative
 
 _ops = torch.ops.xent
 
@@ -36,15 +38,6 @@ def mask_of(ctx: Any) -> list[bool]:
 def by_name(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     """The gradients that the mask selects, by name."""
     return {name: grad for name, grad, is_wanted in zip(HEAD_NAMES, gradients, mask, strict=True) if is_wanted}
-
-
-def _save_rows(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    if needs_grad(ctx, "weight"):
-        weight_needs_grad()
-    _loss, lse, argmax, entropy, lse_low = output
-    ctx.mark_non_differentiable(argmax, lse_low, *(() if call.with_entropy else (entropy,)))
-    results = {"lse": lse, "lse_low": lse_low, "entropy": entropy if call.with_entropy else None}
-    save_for(ctx, "linear_cross_entropy_backward", call, **results)
 
 
 def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> Gradients:
@@ -140,21 +133,11 @@ def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
     return differentiate_call(reference_linear.linear_cross_entropy_backward, ctx, grads, left_out)
 
 
-def _no_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "xent::linear_scale_grad has no derivative, for the gradient that it scales is a constant to autograd; for a "
-        "second derivative use xent_ops.cross_entropy of torch.nn.functional.linear"
-    )
-
-
 operator("linear_cross_entropy_forward", reference=cross_entropy.statistics, calls_operators=True)
+_save_rows = functools.partial(save_rows, "linear_cross_entropy_backward")
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows)
 
-operator(
-    "linear_cross_entropy_backward",
-    reference=cross_entropy.gradients,
-    calls_operators=True,
-)
+operator("linear_cross_entropy_backward", reference=cross_entropy.gradients, calls_operators=True)
 autograd("linear_cross_entropy_backward", _second_backward, save_all)
 
 operator("linear_cross_entropy_with_grad", reference=cross_entropy.with_grad, results=SUMS, calls_operators=True)
@@ -166,4 +149,8 @@ operator(
     results={"scaled": ("=grad", "... columns", "")},
     calls_operators=True,
 )
-autograd("linear_scale_grad", _no_derivative, save_nothing)
+without_derivative(
+    "linear_scale_grad",
+    ", for the gradient that it scales is a constant to autograd; for a second derivative use xent_ops.cross_entropy "
+    "of torch.nn.functional.linear",
+)

@@ -8,7 +8,7 @@ The formula calls torch's functional collectives for the sum: a node of the back
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from ...head import shard
 from .. import checks, rank_sums, transforms
 from ..checks import weight_needs_grad
 from ..contract import Call
-from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for, save_nothing
+from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for
 from ..rules import check_targets
+from ..second_order import without_derivative
 from ..token_logits import upstream
 from .operators import by_name, mask_of
 
@@ -64,14 +65,6 @@ def _sum_over_ranks(gradient: Tensor, ctx: Any) -> Tensor:
     return total[0] if ctx.scattered else total
 
 
-def _shard_alone(ctx: Any, grad: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "xent::linear_cross_entropy_shard has no derivative: the gradient flows through the input and the weight of "
-        "linear_cross_entropy_shard_join. Call it on detached tensors, or use "
-        "xent_ops.distributed.vocab_parallel_linear_cross_entropy"
-    )
-
-
 def _rows_owner(call: Call) -> Tensor:
     return call.input if call.gathered_input is None else call.gathered_input
 
@@ -92,7 +85,11 @@ operator(
     check_values=check_targets,
     calls_operators=True,
 )
-autograd("linear_cross_entropy_shard", _shard_alone, save_nothing)
+without_derivative(
+    "linear_cross_entropy_shard",
+    ": the gradient flows through the input and the weight of linear_cross_entropy_shard_join. Call it on detached "
+    "tensors, or use xent_ops.distributed.vocab_parallel_linear_cross_entropy",
+)
 
 operator(
     "linear_cross_entropy_shard_join",
