@@ -11,9 +11,8 @@ from .divergence_function import bind_teacher
 from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
-from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.dtensors import only_plain_tensors
 from .ops.library import differentiable
-from .ops.linear import checks as linear_checks
 from .ops.reduction import summary
 
 
@@ -83,10 +82,8 @@ def distillation_loss(
         >>> loss = xent_ops.distillation_loss(logits, teacher_logits, beta=0.5, temperature=2.0)
         >>> loss.backward()
     """
-    name = "xent_ops.distillation_loss"
-    transforms.refuse(name)
-    target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
-    refuse_dtensors(name, input, teacher_input, target, token_weight, divisor)
+    only_plain_tensors("xent_ops.distillation_loss", input, teacher_input, target, token_weight, divisor)
+    target, ignore_index = distillation_arguments.target_of(target, ignore_index, hard_weight, input)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
@@ -95,13 +92,13 @@ def distillation_loss(
     )
     loss = LossOptions(RowOptions(fixed.spec.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
+    divisor = arguments.divisor(divisor, input, reduction)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     distillation_checks.teacher_is_constant("teacher_input", teacher_input)
     values, _ = differentiable("divergences_forward", input, teacher_input, target, **fixed.spec.keywords())
-    return _reduced(fixed.of(values), target, divisor, loss, token_weight)
+    losses = fixed.of(values)
+    return summary(losses, losses, target, None, token_weight, divisor, loss)[0]
 
 
 @arguments.named
@@ -161,11 +158,9 @@ def linear_distillation_loss(
         >>> loss = xent_ops.linear_distillation_loss(hidden, head.weight, teacher_hidden, teacher_weight, beta=0.5)
         >>> loss.backward()
     """
-    name = "xent_ops.linear_distillation_loss"
-    transforms.refuse(name)
-    target, ignore_index = _target_of(input, target, ignore_index, hard_weight)
     tensors = (input, linear_weight, teacher_input, teacher_weight, target, linear_bias, teacher_bias)
-    refuse_dtensors(name, *tensors, token_weight, divisor)
+    only_plain_tensors("xent_ops.linear_distillation_loss", *tensors, token_weight, divisor)
+    target, ignore_index = distillation_arguments.target_of(target, ignore_index, hard_weight, input)
     raw_options, chunking = (ignore_index, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, chunking, divisor, token_weight)
     checks.token_weight(token_weight, target)
@@ -183,19 +178,8 @@ def linear_distillation_loss(
     if reduction == "none" or not (torch.is_grad_enabled() and any(output_mask)) or transforms.is_jit_traced():
         name = "linear_divergences_forward"
         values, _, _ = differentiable(name, *heads, accumulate_dtype=accumulate_dtype, **keywords)
-        return _reduced(fixed.of(values), target, call.divisor, call.loss, token_weight)
+        losses = fixed.of(values)
+        return summary(losses, losses, target, None, token_weight, call.divisor, call.loss)[0]
     loss_args = (call.divisor, token_weight, output_mask, accumulate_dtype)
     keywords |= {"hard_weight": fixed.hard_weight, "reduction": reduction}
     return differentiable("linear_divergences_with_grad", *heads, *loss_args, **keywords)[0]
-
-
-def _target_of(input: Any, target: Any, ignore_index: Any, hard_weight: Any) -> tuple[Any, Any]:
-    refused = not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0
-    rows = None if refused else input.shape[:-1]
-    return distillation_arguments.target_of(target, ignore_index, hard_weight, input, rows)
-
-
-def _reduced(
-    row_loss: Tensor, target: Tensor, divisor: Tensor | None, loss: LossOptions, token_weight: Tensor | None
-) -> Tensor:
-    return summary(row_loss, row_loss, target, None, token_weight, divisor, loss)[0]

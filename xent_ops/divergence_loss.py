@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,9 +11,8 @@ from .kernels.options import TokenReduction
 from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
-from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.dtensors import only_plain_tensors
 from .ops.library import differentiable, refuse
-from .ops.linear import checks as linear_checks
 from .token_function import loss_of_head
 from .user_function import Function
 
@@ -98,11 +95,10 @@ def linear_distillation_token_loss(
         >>> function = xent_ops.linear_distillation_token_loss
         >>> function(hidden, head, teacher_hidden, teacher_head, acceptance, classes=t2d).backward()
     """
-    name = "xent_ops.linear_distillation_token_loss"
-    transforms.refuse(name)
     tensors = (input, linear_weight, teacher_input, teacher_weight, target, classes, linear_bias, teacher_bias)
-    refuse_dtensors(name, *tensors, divisor)
-    has_target, (target, ignore_index) = target is not None, _target_of(input, target, ignore_index)
+    only_plain_tensors("xent_ops.linear_distillation_token_loss", *tensors, divisor)
+    has_target = target is not None
+    target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
     raw_options = (ignore_index, 0.0, None, 1.0, 0.0, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor)
@@ -113,15 +109,9 @@ def linear_distillation_token_loss(
     spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
     call = call.in_autocast_dtype().as_sum()
     head = call.head
-    if transforms.is_traced():  # the operators of chunks refuse the rest
-        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, head.chunking)
-        rows_of = (call.input.shape[:-1], "those of the input")
-        checks.same_shape("rows of teacher_input", teacher.teacher_input.shape[:-1], *rows_of)
-        checks.same_shape("target", call.target.shape, rows_of[0], "a class index for each row of the input")
-    else:
-        heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
-        of_chunks = {"accumulate_dtype": accumulate_dtype, "logits_dtype": logits_dtype, "chunk_rows": chunk_rows}
-        refuse("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
+    heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
+    of_chunks = {"accumulate_dtype": accumulate_dtype, "logits_dtype": logits_dtype, "chunk_rows": chunk_rows}
+    refuse("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
     learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
     function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher)
     call = call._replace(
@@ -172,16 +162,14 @@ def distillation_token_loss(
         >>> total_variation = lambda d: 1 - d.overlap
         >>> xent_ops.distillation_token_loss(logits, teacher_logits, total_variation).backward()
     """
-    name = "xent_ops.distillation_token_loss"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, teacher_input, target, classes, divisor)
-    has_target, (target, ignore_index) = target is not None, _target_of(input, target, ignore_index)
+    only_plain_tensors("xent_ops.distillation_token_loss", input, teacher_input, target, classes, divisor)
+    has_target = target is not None
+    target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
     distillation_checks.teacher_is_constant("teacher_input", teacher_input)
     checks.reduction(reduction, ("mean", "sum"))
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
+    divisor = arguments.divisor(divisor, input, reduction)
     arguments.boolean("check", check)
     classes = bind_classes(classes)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
@@ -211,11 +199,6 @@ def distillation_token_loss(
         divisor = is_counted(target, ignore_index).sum()
     divisor = _divisor(divisor, classes, teacher_input.shape[-1], dtype)
     return function.sum(function.all_values(values, statistics, found, target), target, divisor)
-
-
-def _target_of(input: Any, target: Any, ignore_index: Any) -> tuple[Any, Any]:
-    refused = not isinstance(input, Tensor) or is_dtensor(input) or input.dim() == 0
-    return distillation_arguments.target_of(target, ignore_index, 0.0, input, None if refused else input.shape[:-1])
 
 
 def _divisor(divisor: Tensor | None, classes: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:

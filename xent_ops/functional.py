@@ -13,7 +13,7 @@ from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
 from .ops import arguments, checks, function, scalars, transforms
 from .ops.arguments import classes_last
-from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.dtensors import is_dtensor, only_plain_tensors
 from .ops.library import differentiable, refuse
 from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
@@ -228,8 +228,7 @@ def cross_entropy_outputs(
         >>> outputs.predictions.tolist(), round(outputs.accuracy.item(), 2)
         ([0, 1, 2], 0.67)
     """
-    transforms.refuse("xent_ops.cross_entropy_outputs")
-    refuse_dtensors("xent_ops.cross_entropy_outputs", input, target, weight, token_weight)
+    only_plain_tensors("xent_ops.cross_entropy_outputs", input, target, weight, token_weight)
     arguments.tensors(input, target, weight)
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype

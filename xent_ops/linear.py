@@ -8,7 +8,7 @@ from torch import Tensor
 from .kernels.options import HeadProducts, Reduction
 from .linear_call import bind, cross_entropy, placed, statistics
 from .ops import arguments, checks, transforms
-from .ops.dtensors import refuse_dtensors
+from .ops.dtensors import only_plain_tensors
 from .ops.library import differentiable
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
@@ -140,9 +140,8 @@ def linear_cross_entropy_outputs(
         >>> outputs.predictions.tolist(), round(outputs.accuracy.item(), 2)
         ([0, 1, 2], 0.67)
     """
-    name = "xent_ops.linear_cross_entropy_outputs"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, target, linear_bias, weight, divisor, token_weight)
+    tensors = (input, linear_weight, target, linear_bias, weight, divisor, token_weight)
+    only_plain_tensors("xent_ops.linear_cross_entropy_outputs", *tensors)
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)

@@ -13,7 +13,6 @@ from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
 from .ops.dtensors import is_dtensor
 from .ops.library import differentiable, refuse
-from .ops.linear import checks as linear_checks
 from .ops.linear import composite
 from .ops.reduction import divisors_of
 from .ops.token_logits import target_and_ids
@@ -73,8 +72,7 @@ def bind(
     loss, ids = arguments.loss_options(*raw_options, input.dtype), None
     if several:
         target, ids = target_and_ids(target, input.dim() - 1, loss.row_options.ignore_index)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, loss.reduction)
+    divisor = arguments.divisor(divisor, input, loss.reduction)
     if token_weight is not None:
         arguments.required("token_weight", token_weight)
     accumulate_dtype, chunking = arguments.chunks(*raw_chunking)
@@ -107,11 +105,6 @@ def refuse_call(call: LinearCall) -> None:
     if transforms.is_jit_traced():  # its sizes are tensors
         return
     checks.token_weight(call.token_weight, call.target)
-    if transforms.is_traced():  # the operators of chunks refuse the rest
-        linear_checks.head(call.input, head.weight, head.bias, head.accumulate_dtype, head.chunking)
-        rows = call.input.shape[:-1]
-        checks.same_shape("target", call.target.shape, rows, "a class index for each row of the input")
-        return
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options._asdict()}
     if call.ids is None:
         head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)

@@ -10,9 +10,8 @@ from .kernels.reference import accumulator
 from .linear_call import bind, placed, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
-from .ops.dtensors import is_dtensor, refuse_dtensors
+from .ops.dtensors import is_dtensor, only_plain_tensors
 from .ops.library import differentiable
-from .ops.linear import checks as linear_checks
 from .ops.token_logits import target_and_ids
 from .token_function import TokenFunction, loss_of_head
 from .user_function import Function
@@ -146,14 +145,11 @@ def token_loss(
         >>> focal = lambda stats: -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
         >>> xent_ops.token_loss(logits, target, focal).backward()
     """
-    name = "xent_ops.token_loss"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, target, divisor)
+    only_plain_tensors("xent_ops.token_loss", input, target, divisor)
     arguments.tensors(input, target)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype)
     checks.reduction(reduction, ("mean", "sum"))
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
+    divisor = arguments.divisor(divisor, input, reduction)
     arguments.boolean("check", check)
     logits, options = classes_last(input, dim), loss.row_options
     target, ids = target_and_ids(target, input.dim() - 1, options.ignore_index)

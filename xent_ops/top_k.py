@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .head.top_k import choose, of_ids
 from .linear_call import bind
-from .ops import arguments, checks, transforms
+from .ops import arguments, checks
 from .ops.arguments import classes_last
 from .ops.distillation_arguments import target_of
-from .ops.dtensors import refuse_dtensors
+from .ops.dtensors import only_plain_tensors
 from .ops.library import differentiable
 from .outputs import TopK, top_k_of_rows
 
@@ -38,11 +38,8 @@ def top_k(
         >>> top.ids.tolist(), top.target_ranks.tolist()
         ([[1, 2]], [2])
     """
-    name = "xent_ops.top_k"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, target)
-    arguments.required("input", input)
-    rows, ignore_index = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
+    only_plain_tensors("xent_ops.top_k", input, target)
+    rows, ignore_index = target_of(target, ignore_index, 0.0, input)
     arguments.tensors(input, rows)
     options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, dtype=input.dtype).row_options
     k = arguments.integer("k", k)
@@ -98,11 +95,8 @@ def linear_top_k(
         >>> student, probs = torch.randn(4, 16, requires_grad=True), top.log_probs.exp()
         >>> xent_ops.linear_top_k_distillation_loss(student, weight, top.ids, probs, tail=True).backward()
     """
-    name = "xent_ops.linear_top_k"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, target, linear_bias)
-    arguments.required("input", input)
-    rows, ignore_index = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
+    only_plain_tensors("xent_ops.linear_top_k", input, linear_weight, target, linear_bias)
+    rows, ignore_index = target_of(target, ignore_index, 0.0, input)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
     k = arguments.integer("k", k)

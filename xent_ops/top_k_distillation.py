@@ -19,10 +19,9 @@ from .kernels.reference import accumulator, is_counted
 from .kernels.reference_top_k_distillation import most
 from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, scalars, transforms
-from .ops.dtensors import refuse_dtensors
+from .ops.dtensors import only_plain_tensors
 from .ops.library import differentiable
-from .ops.linear import checks as linear_checks
-from .ops.token_logits import target_and_ids
+from .ops.token_logits import at_least_one_class, target_and_ids
 from .token_function import loss_of_head
 from .user_function import TokenRows, Values
 
@@ -76,6 +75,7 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
     checks.dtype("probs", probs, checks.FLOATS)
     if ids.dim() != input.dim():
         raise ValueError(f"ids has shape {tuple(ids.shape)}; expected {input.dim()} dimensions, (..., K): K ids a row")
+    at_least_one_class("ids", ids)
     if not transforms.is_jit_traced():
         checks.same_shape("probs", probs.shape, ids.shape, "a probability for each of the ids")
     checks.same_device("probs", probs, ids, "ids are")
@@ -156,9 +156,8 @@ def linear_top_k_distillation_loss(
         >>> probs, ids = torch.randn(6, 1000).softmax(-1).topk(8)
         >>> xent_ops.linear_top_k_distillation_loss(hidden, weight, ids, probs, tail=True).backward()
     """
-    name = "xent_ops.linear_top_k_distillation_loss"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, linear_weight, ids, probs, linear_bias, token_weight, divisor)
+    tensors = (input, linear_weight, ids, probs, linear_bias, token_weight, divisor)
+    only_plain_tensors("xent_ops.linear_top_k_distillation_loss", *tensors)
     check_teacher(input, ids, probs, tail, ignore_index)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
@@ -202,14 +201,11 @@ def top_k_distillation_loss(
         >>> probs, ids = torch.randn(4, 10).softmax(-1).topk(3)
         >>> xent_ops.top_k_distillation_loss(logits, ids, probs, tail=True).backward()
     """
-    name = "xent_ops.top_k_distillation_loss"
-    transforms.refuse(name)
-    refuse_dtensors(name, input, ids, probs, token_weight, divisor)
+    only_plain_tensors("xent_ops.top_k_distillation_loss", input, ids, probs, token_weight, divisor)
     check_teacher(input, ids, probs, tail, ignore_index)
     arguments.tensors(input, ids)
     loss = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction, input.dtype)
-    divisor = arguments.divisor(divisor, input)
-    linear_checks.reduced_by(divisor, input, reduction)
+    divisor = arguments.divisor(divisor, input, reduction)
     arguments.optional("token_weight", token_weight)
     options, dtype = loss.row_options, accumulator(input)
     target, _ = target_and_ids(ids, input.dim() - 1, options.ignore_index)

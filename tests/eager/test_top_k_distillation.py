@@ -274,7 +274,7 @@ def test_errors(device):
         (TypeError, "probs must be a torch.Tensor", ids, 0.5, {}),
         (TypeError, "tail must be", ids, probs, {"tail": "yes"}),
         (ValueError, r"ids has shape \(9,\); expected 2 dimensions, \(..., K\)", ids[:, 0], probs[:, 0], {}),
-        (ValueError, r"has shape \(9, 0\): no class a row", ids[:, :0], probs[:, :0], {}),
+        (ValueError, r"ids has shape \(9, 0\): no class a row", ids[:, :0], probs[:, :0], {}),
         (ValueError, "num_items_in_batch is 0 where all", ids, probs, {"reduction": "sum", "divisor": 0}),
         (ValueError, r"token_weight has shape \(8,\)", ids, probs, {"token_weight": torch.ones(8, device=device)}),
         *((RuntimeError, "divisor requires grad", ids, probs, {"reduction": "sum", "divisor": divisor, "tail": tail})

@@ -53,7 +53,7 @@ def bind_shard(
     checks.token_weight(call.token_weight, call.target)
     call = call.in_autocast_dtype()
     target, input, head = call.target, call.input, call.head
-    linear_checks.head(input, head.weight, head.bias, head.accumulate_dtype, head.chunking, True, NAMES)
+    linear_checks.head(input, head.weight, head.bias, head.accumulate_dtype, head.chunking, NAMES)
     shard_range = shard_range_of_width(head.weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if transforms.is_traced():  # the operators of chunks refuse the rest

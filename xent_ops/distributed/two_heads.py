@@ -12,7 +12,7 @@ from ..head.divergence_chunk import TeacherHead
 from ..kernels.divergences import Divergences
 from ..linear_call import LinearCall, bind
 from ..ops import checks, distillation_arguments, transforms
-from ..ops.dtensors import refuse_dtensors
+from ..ops.dtensors import only_plain_tensors
 from ..ops.linear import checks as linear_checks
 from .bound import NAMES, bind_shard
 from .groups import Ranks
@@ -38,10 +38,9 @@ def bind_two_heads(
     classes: Any = None,
 ) -> tuple[LinearCall, TeacherHead, Divergences]:
     """All errors that this rank can detect, except for target values."""
-    transforms.refuse(name)
     input, weight_shard, bias_shard = student
     num_classes, class_start, sequence_parallel = place
-    refuse_dtensors(name, *student, *teacher, target, *row_tensors, divisor, classes)
+    only_plain_tensors(name, *student, *teacher, target, *row_tensors, divisor, classes)
     world = ranks.world if sequence_parallel else 1
     rows = _rows(input, row_tensors, world, reduction) if target is None else None
     ignore_index, softcap, logit_scale = row_options

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -97,7 +97,8 @@ def tensors(input: Any, target: Any, weight: Any = None, input_name: str = "inpu
         and input.dtype in _FLOATS
         and (weight is None or (isinstance(weight, Tensor) and weight.layout is _DENSE and not weight.is_nested))
     ):
-        _refuse_tensors(((input_name, input), ("target", target)))
+        required(input_name, input)
+        required("target", target)
         optional("weight", weight)
         _refuse_integers(input_name, input, target)
 
@@ -186,30 +187,55 @@ def linear(
     names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
     """``tensors`` for a head and its loss. ``names``: the caller's names of weight and bias."""
-    _refuse_tensors((("input", input), (names[0], linear_weight), ("target", target)))
-    for name, value in ((names[1], linear_bias), ("weight", weight), ("divisor", divisor)):
-        if value is not None:
-            required(name, value)
-    if input.dtype not in _FLOATS:
-        _refuse_integers("input", input, target)
+    tensors(input, target, weight)
+    required(names[0], linear_weight)
+    optional(names[1], linear_bias)
+    optional("divisor", divisor)
     if linear_weight.dtype in checks.INDICES and target.dtype in _FLOATS:
         _refuse_integers(names[0], linear_weight, target)
 
 
 def optional(name: str, value: Any) -> None:
     if value is not None:
-        _refuse_tensors(((name, value),))
+        required(name, value)
 
 
 def required(name: str, value: Any) -> None:
-    _refuse_tensors(((name, value),))
+    """Refuse a value other than a dense tensor."""
+    if isinstance(value, Tensor) and value.layout is _DENSE and not value.is_nested:
+        return
+    if not isinstance(value, Tensor):
+        refuse_proxy(value)
+        found = "None" if value is None else type_name(value)
+        raise TypeError(f"{name} must be a torch.Tensor, got {found}{way_to_tensor(name, value)}")
+    if value.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor; expected a dense one: for the rows of all its components, one after the "
+            f"other, pass torch.cat({name}.unbind())"
+        )
+    raise TypeError(f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()")
 
 
-def divisor(value: Any, input: Tensor) -> Tensor | None:
+def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
     """The divisor of a sum, as a tensor () on the input's device."""
-    if value is None or isinstance(value, Tensor):
-        return value
-    value = number("divisor", value)
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        value = _divisor_of_number(number("divisor", value), input)
+    if value.dim() > 0 and not value.is_floating_point():
+        raise ValueError(
+            f"divisor has shape {tuple(value.shape)} and integers, as a target has: the order is input, "
+            "linear_weight, target, of LinearCrossEntropyLoss input, target (Liger-Kernel's is weight, input, target)"
+        )
+    if reduction != "sum":
+        raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {reduction!r}')
+    checks.dtype("divisor", value, checks.DIVISORS)
+    checks.same_shape("divisor", value.shape, torch.Size(()), "one number")
+    checks.same_device("divisor", value, input, "input is")
+    return value
+
+
+def _divisor_of_number(value: float, input: Tensor) -> Tensor:
     if _is_zero(value):
         raise ValueError(
             f"divisor must not be 0, by which no sum can be divided, got {value}: num_items_in_batch is 0 where all "
@@ -255,24 +281,6 @@ def refuse_proxy(value: Any) -> None:
         raise TypeError(
             "torch.fx.symbolic_trace calls with proxies, which have no shape or dtype that a loss could check: use "
             "torch.export, make_fx or torch.compile, or wrap the loss by torch.fx.wrap"
-        )
-
-
-def _refuse_tensors(values: Iterable[tuple[str, Any]]) -> None:
-    for name, value in values:
-        if isinstance(value, Tensor) and value.layout is _DENSE and not value.is_nested:
-            continue
-        if not isinstance(value, Tensor):
-            refuse_proxy(value)
-            found = "None" if value is None else type_name(value)
-            raise TypeError(f"{name} must be a torch.Tensor, got {found}{way_to_tensor(name, value)}")
-        if value.is_nested:
-            raise TypeError(
-                f"{name} is a nested tensor; expected a dense one: for the rows of all its components, one after the "
-                f"other, pass torch.cat({name}.unbind())"
-            )
-        raise TypeError(
-            f"{name} has layout {value.layout}; expected torch.strided, a dense tensor: pass {name}.to_dense()"
         )
 
 

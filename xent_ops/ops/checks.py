@@ -53,7 +53,7 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _static(sizes: Iterable[int]) -> bool:
+def static(sizes: Iterable[int]) -> bool:
     """Are all sizes plain integers? check_value takes symbols too, but costs microseconds for each size."""
     for size in sizes:  # noqa: SIM110 (all() of a generator takes three times as long)
         if type(size) is not int:
@@ -61,15 +61,12 @@ def _static(sizes: Iterable[int]) -> bool:
     return True
 
 
-def same_shape(
-    name: str, shape: torch.Size, expected: torch.Size, meaning: str, hint: Callable[[], str] | None = None
-) -> None:
-    """``hint`` is called only if there is an error."""
-    if _static(shape) and _static(expected) and shape == expected:
+def same_shape(name: str, shape: torch.Size, expected: torch.Size, meaning: str) -> None:
+    if static(shape) and static(expected) and shape == expected:
         return
 
     def message() -> str:
-        return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}{hint() if hint else ''}"
+        return f"{name} has shape {tuple(shape)}; expected {tuple(expected)}, {meaning}"
 
     check_value(len(shape) == len(expected), message)
     for size, wanted in zip(shape, expected, strict=True):
@@ -196,7 +193,7 @@ def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
 
 def shard_range(columns: int, class_start: int, num_classes: int) -> None:
     if (
-        _static((class_start, num_classes, columns))
+        static((class_start, num_classes, columns))
         and class_start >= 0
         and num_classes > 0
         and class_start + (columns > 0) <= num_classes
@@ -292,7 +289,7 @@ def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> No
         raise RuntimeError(f"{what} is not to be had on this device: {reason}")
 
 
-def one_shape(products: str | None, input: Tensor) -> None:
+def batch_invariant(products: str | None, input: Tensor) -> None:
     """Check ``batch_invariant=True`` of a head."""
     if products is not None:
         raise ValueError(

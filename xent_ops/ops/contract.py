@@ -20,6 +20,7 @@ from ..kernels import divergences
 from ..kernels.reference import accumulator, columns_of
 from ..kernels.rows import padded_classes
 from . import checks, rules
+from .checks import static
 from .names import ARGUMENTS, RESULTS
 
 Call = rules.Call
@@ -302,12 +303,5 @@ def _fits(argument: Argument, sizes: Sequence[int], rows: Sequence[int], call: C
             if type(expected) is not int or size != expected:
                 return False
         elif size <= 0 if place is None else size != place:
-            return False
-    return True
-
-
-def static(sizes: Sequence[int]) -> bool:
-    for size in sizes:  # noqa: SIM110 (all() of a generator takes three times as long)
-        if type(size) is not int:
             return False
     return True

@@ -12,18 +12,17 @@ from . import arguments, distillation_checks
 
 
 def target_of(
-    target: Any, ignore_index: Any, hard_weight: Any, input: Any, rows: Sequence[int] | None
+    target: Any, ignore_index: Any, hard_weight: Any, input: Any, rows: Sequence[int] | None = None
 ) -> tuple[Any, Any]:
-    """The target. Without one: a target of these rows that ignores nothing, or an empty one for an invalid input."""
+    """(target, ignore_index). Without a target: one that ignores nothing, for the input's rows or for these."""
     if target is not None:
         return target, ignore_index
     if arguments.number("hard_weight", hard_weight) != 0.0:
         raise ValueError(f"hard_weight={hard_weight} is of the cross entropy on the target: pass target=")
     if arguments.integer("ignore_index", ignore_index) != -100:
         raise ValueError(f"ignore_index={ignore_index} is of the target, which is None: pass target=, or leave it out")
-    if rows is None:
-        return torch.zeros(0, dtype=torch.int64), ignore_index
-    return input.new_zeros(rows, dtype=torch.int64), -100
+    arguments.required("input", input)
+    return input.new_zeros(input.shape[:-1] if rows is None else rows, dtype=torch.int64), -100
 
 
 def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Divergences:

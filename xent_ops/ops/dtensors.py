@@ -38,8 +38,9 @@ def takes_rows(dtype: torch.dtype, skip_ignored: bool, products: str | None) -> 
     return dtype == torch.float16 or skip_ignored or products is not None
 
 
-def refuse_dtensors(name: str, *tensors: Any) -> None:
-    """``tensors``: all arguments of the call that may be tensors."""
+def only_plain_tensors(name: str, *tensors: Any) -> None:
+    """Refuse DTensors and transforms. ``tensors``: all arguments of the call that may be tensors."""
+    transforms.refuse(name)
     if is_dtensor(*[one for one in tensors if not isinstance(one, float)]):  # hasattr would specialise a symbol
         raise NotImplementedError(not_of_dtensors(name))
 

@@ -21,13 +21,13 @@ def target_and_ids(target: Tensor, rows: int, ignore_index: int) -> tuple[Tensor
     if target.dim() != rows + 1:
         return target, None
     checks.dtype("target", target, checks.INDICES)
-    at_least_one_class(target)
+    at_least_one_class("target", target)
     return torch.ops.xent.row_targets(target, ignore_index=ignore_index), target
 
 
-def at_least_one_class(target: Tensor) -> None:
-    if target.shape[-1] == 0:
-        raise ValueError(f"target has shape {tuple(target.shape)}: no class a row; expected (..., K), at least one")
+def at_least_one_class(name: str, ids: Tensor) -> None:
+    if ids.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}: no class a row; expected (..., K), at least one")
 
 
 def save(backward: str) -> Any:

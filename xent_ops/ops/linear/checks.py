@@ -1,4 +1,7 @@
-"""Checks of a head's operators, for functions that compute before they call an operator, or that call none."""
+"""Checks of a rank's slice of one head or two, ahead of functions that compute before they call an operator.
+
+A slice may be empty. ``names``: the caller's names of weights and biases.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,25 @@ import torch
 from torch import Tensor
 
 from ...kernels.divergences import Divergences
-from ...kernels.options import DEFAULT_CHUNKING, Chunking
-from .. import checks, distillation_checks, rules
+from ...kernels.options import Chunking
+from .. import distillation_checks, rules
 from ..library import OPERATORS
 
 
 def head(
     input: Tensor,
     linear_weight: Tensor,
-    linear_bias: Tensor | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunking: Chunking = DEFAULT_CHUNKING,
-    may_be_empty: bool = False,
-    names: tuple[str, str] = ("linear_weight", "linear_bias"),
+    linear_bias: Tensor | None,
+    accumulate_dtype: torch.dtype | None,
+    chunking: Chunking,
+    names: tuple[str, str],
 ) -> None:
-    """``names``: the caller's names of weight and bias."""
     contract = OPERATORS["linear_cross_entropy_backward"].contract
     call = contract.blank(
         input=input,
         linear_weight=linear_weight,
         linear_bias=linear_bias,
-        num_classes=1 if may_be_empty else None,
+        num_classes=1,
         accumulate_dtype=accumulate_dtype,
         **chunking.keywords(),
     )
@@ -45,7 +46,6 @@ def two_heads(
     names: tuple[str, str],
     teacher_names: tuple[str, str],
 ) -> None:
-    """Checks for slices, which may be empty. ``names``: of the weights and biases."""
     contract = OPERATORS["linear_divergences_chunk"].contract
     fields = ("input", "linear_weight", "linear_bias"), ("teacher_input", "teacher_weight", "teacher_bias", "classes")
     heads: dict[str, Any] = dict(zip(fields[0], student, strict=True)) | dict(zip(fields[1], teacher, strict=True))
@@ -55,18 +55,3 @@ def two_heads(
     widths, classes = (student[1].shape[0], teacher[1].shape[0]), teacher[3]
     widths = widths if classes is None else (widths[0], classes.shape[0])
     distillation_checks.slices(spec, class_start, *widths, (names[0], teacher_names[0]))
-
-
-def reduced_by(divisor: Tensor | None, input: Tensor, reduction: str) -> None:
-    if divisor is None:
-        return
-    if divisor.dim() > 0 and not divisor.is_floating_point():
-        raise ValueError(
-            f"divisor has shape {tuple(divisor.shape)} and integers, as a target has: the order is input, "
-            "linear_weight, target, of LinearCrossEntropyLoss input, target (Liger-Kernel's is weight, input, target)"
-        )
-    if reduction != "sum":
-        raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {reduction!r}')
-    checks.dtype("divisor", divisor, checks.DIVISORS)
-    checks.same_shape("divisor", divisor.shape, torch.Size(()), "one number")
-    checks.same_device("divisor", divisor, input, "input is")

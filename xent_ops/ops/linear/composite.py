@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ..._private import private
 from ...kernels.options import Chunking, LossOptions, RowOptions
-from .. import arguments, transforms
-from .. import checks as row_checks
+from .. import arguments, checks, transforms
 from ..dtensors import is_dtensor, takes_rows
 from ..library import LIBRARY, define, differentiable
 from ..reduction import summary
-from . import checks
 
 _tracing_context = private(
     "torch._guards.TracingContext.try_get", lambda: None, "a compiled selective checkpoint takes four products"
@@ -82,9 +80,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
     loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, input.dtype)
-    row_checks.weight_without_grad(weight)
-    checks.reduced_by(divisor, input, reduction)
-    row_checks.token_weight(token_weight, target)
+    checks.weight_without_grad(weight)
+    arguments.divisor(divisor, input, reduction)
+    checks.token_weight(token_weight, target)
     transforms.refuse("torch.ops.xent.linear_cross_entropy")
     chunking = Chunking(chunk_rows, skip_ignored, logits_dtype, products, batch_invariant).keywords()
     head = (input, linear_weight, target, linear_bias, weight)
