@@ -81,6 +81,13 @@ def test_wrong_classes_give_nan(device):
         assert loss.isnan() and all(grad.isnan().all() for grad in grads)
 
 
+def test_refused_while_tracing_as_in_eager(device):
+    x, w, y, u, weight, ids = inputs(device)
+    for refusing in (of_heads, torch.compile(of_heads, fullgraph=True, backend="eager")):
+        with pytest.raises(Exception, match=r"teacher_input has shape \(3, 6\); expected \(7, 6\), the rows of input"):
+            refusing(x, w, y[:3], u, weight, ids)
+
+
 @pytest.mark.parametrize("step", [of_heads, of_logits])
 def test_exported(device, step):
     """As core aten, without an operator of ours."""
