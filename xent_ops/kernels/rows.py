@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,6 +142,14 @@ def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Te
     if dtype is None or tensor.dtype == dtype:
         return convert
     return lambda tensor: convert(tensor.to(dtype))
+
+
+def optional_like(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Callable[[Any, Tensor], Tensor]:
+    """``dense_like`` for an argument that may be None: ``convert(argument, absent)`` is then ``absent``."""
+    if tensor is None:
+        return lambda _none, absent: absent
+    convert = dense_like(tensor, dtype)
+    return lambda tensor, _absent: convert(tensor)
 
 
 def _cloned(tensor: Tensor) -> Tensor:

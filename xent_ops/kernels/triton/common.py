@@ -119,9 +119,9 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return functools.partial(empty, tuple(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 
-def new_rows(logits: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
-    """Allocates one value a row, by default in the accumulator's dtype."""
-    return new_tensor(logits.shape[:-1], dtype or accumulator(logits), logits.device)
+def new_rows(logits: Tensor) -> Callable[[], Tensor]:
+    """Allocates one value a row, in the accumulator's dtype."""
+    return new_tensor(logits.shape[:-1], accumulator(logits), logits.device)
 
 
 def new_gradient(logits: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:

@@ -10,7 +10,7 @@ from triton import next_power_of_2
 
 from ..divergences import FIELDS, STATISTICS, Divergences
 from ..reference import accumulator
-from ..rows import dense_like, per_row_like
+from ..rows import dense_like, optional_like, per_row_like
 from ..sizes import size_hint
 from . import configs
 from .cached import Launch
@@ -112,27 +112,16 @@ class _Call:
         )
 
     def __call__(
-        self,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        target: Tensor,
-        values: Tensor,
-        *,
-        teacher_lse: Tensor | None = None,
-        upstream: Tensor | None = None,
-        joined: Tensor | None = None,
-        statistics: Tensor | None = None,
-        grad: Tensor | None = None,
+        self, logits: Tensor, teacher_logits: Tensor, target: Tensor, *row_args: Tensor, grad: Tensor | None = None
     ) -> None:
-        """``values``: a tensor of the accumulator's dtype, also in the place of tensors that are not used."""
-        if self.empty:
-            return
-        tensors = (teacher_lse, upstream, values, joined, statistics)
-        row_args = [values if tensor is None else tensor for tensor in tensors]
-        rows = self.rows(logits)
-        self.launch(
-            rows, self.teacher_rows(teacher_logits), self.target(target), *row_args, rows if grad is None else grad
-        )
+        """``row_args``: lse_all, upstream, values, joined and statistics of the kernel.
+
+        Pass any tensor of the accumulator's dtype for one that is not used.
+        """
+        if not self.empty:
+            rows = self.rows(logits)
+            grad = rows if grad is None else grad
+            self.launch(rows, self.teacher_rows(teacher_logits), self.target(target), *row_args, grad)
 
 
 @launcher
@@ -150,7 +139,7 @@ def divergences_forward(
     call = _Call(logits, teacher_logits, target, spec, class_start, **kinds)
     new_values = new_tensor((len(FIELDS), *target.shape), dtype, logits.device)
     new_statistics = new_tensor((STATISTICS, *target.shape), dtype, logits.device)
-    as_lse, as_joined = (None if given is None else dense_like(given, dtype) for given in (teacher_lse, joined))
+    as_lse, as_joined = optional_like(teacher_lse, dtype), optional_like(joined, dtype)
 
     def run(
         logits: Tensor,
@@ -161,10 +150,8 @@ def divergences_forward(
         *_: Any,
     ) -> tuple[Tensor, Tensor]:
         values, statistics = new_values(), new_statistics()
-        lse = None if as_lse is None or teacher_lse is None else as_lse(teacher_lse)
-        all_statistics = None if as_joined is None or joined is None else as_joined(joined)
-        row_args = {"teacher_lse": lse, "joined": all_statistics, "statistics": statistics}
-        call(logits, teacher_logits, target, values, **row_args)
+        lse_all, read = as_lse(teacher_lse, values), as_joined(joined, values)
+        call(logits, teacher_logits, target, lse_all, values, values, read, statistics)
         return values, statistics
 
     return run
@@ -197,9 +184,9 @@ def divergences_backward(
         statistics: Tensor,
         *_: Any,
     ) -> None:
-        statistics = as_statistics(statistics)
-        backward_args = {"upstream": as_upstream(grad_values), "joined": statistics, "grad": gradient}
-        call(logits, teacher_logits, target, statistics, **backward_args)
+        saved = as_statistics(statistics)
+        row_args = (saved, as_upstream(grad_values), saved, saved, saved)
+        call(logits, teacher_logits, target, *row_args, grad=gradient)
 
     return write
 
@@ -223,7 +210,7 @@ def divergences_with_grad(
         gradient: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor
     ) -> tuple[Tensor]:
         loss = new_loss()
-        call(logits, teacher_logits, target, loss, upstream=call.upstream(grad_scale), grad=gradient)
+        call(logits, teacher_logits, target, loss, call.upstream(grad_scale), loss, loss, loss, grad=gradient)
         return (loss,)
 
     return write

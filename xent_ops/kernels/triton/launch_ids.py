@@ -11,7 +11,7 @@ from triton import next_power_of_2
 from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
 from ..reference_top_k_distillation import most
-from ..rows import dense_like
+from ..rows import dense_like, optional_like
 from ..sizes import size_hint
 from .cached import Launch
 from .common import Run, launcher, mark_written, new_tensor, row_layout
@@ -98,16 +98,14 @@ def top_k_distillation(
     numbers = (ids_per_row, *strides, options.ignore_index, most(probs), lse_square_scale)
     flags = {"TAIL": tail, "WEIGHTED": token_weight is not None, "LSE_SQUARE": lse_square_scale != 0.0}
     launch = Launch(top_k_distillation_kernel, number, *numbers, **flags, **_pairs(ids_per_row), num_stages=1)
-    converts = [as_at, *[None if one is None else dense_like(one) for one in (lse, ids, probs, token_weight)]]
+    as_lse, as_ids, as_probs = dense_like(lse), dense_like(ids), dense_like(probs)
+    as_tokens = optional_like(token_weight)
 
     def run(
         at_ids: Tensor, lse: Tensor, ids: Tensor, probs: Tensor, token_weight: Tensor | None = None, *_: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = [
-            lse if convert is None or one is None else convert(one)
-            for convert, one in zip(converts, (at_ids, lse, ids, probs, token_weight), strict=True)
-        ]
         loss, grad_ids, grad_lse = new_row(), new_ids(), new_row()
+        inputs = (as_at(at_ids), as_lse(lse), as_ids(ids), as_probs(probs), as_tokens(token_weight, lse))
         launch(*inputs, loss, grad_ids, grad_lse)
         return loss, grad_ids, grad_lse
 
@@ -160,7 +158,7 @@ def ids_grad_(
     )
     as_ids, as_grads = dense_like(ids), dense_like(grad_ids)
     as_lse, as_grad_lse = dense_like(lse), dense_like(grad_lse)
-    as_entropy, as_grad_entropy = (None if value is None else dense_like(value) for value in (entropy, grad_entropy))
+    as_entropy, as_grad_entropy = optional_like(entropy), optional_like(grad_entropy)
 
     def run(
         grad_logits: Tensor,
@@ -174,9 +172,9 @@ def ids_grad_(
         *_: int | None,
     ) -> None:
         written, flat_lse = as_rows(grad_logits), as_lse(lse)
-        c = flat_lse if grad_entropy is None or as_grad_entropy is None else as_grad_entropy(grad_entropy)
-        h = flat_lse if entropy is None or as_entropy is None else as_entropy(entropy)
-        launch(written, as_ids(ids), as_at(at_ids), as_grads(grad_ids), as_grad_lse(grad_lse), flat_lse, c, h)
+        entropy_args = (as_grad_entropy(grad_entropy, flat_lse), as_entropy(entropy, flat_lse))
+        row_args = (as_grads(grad_ids), as_grad_lse(grad_lse), flat_lse, *entropy_args)
+        launch(written, as_ids(ids), as_at(at_ids), *row_args)
         mark_written(written, grad_logits)
 
     return run

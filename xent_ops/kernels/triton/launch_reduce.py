@@ -11,7 +11,7 @@ from torch import Tensor
 from ..options import DEFAULTS, RowOptions
 from ..reductions import counted_weights
 from ..reference import accumulator
-from ..rows import dense_like
+from ..rows import dense_like, optional_like
 from ..sizes import size_to_serve
 from . import configs
 from .cached import Launch
@@ -26,7 +26,6 @@ def _prepare_sums(
     dtype: torch.dtype,
     device: torch.device,
     flags: SumFlags,
-    *,
     classes: int = 0,
     ignore_index: int = 0,
     lse_square_scale: float = 0.0,
@@ -86,9 +85,9 @@ def prepare_reduce(
     ``weight``: of classes, or with ``row_weights`` of rows; any tensor where there are no weights.
     """
     flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weighted, row_weights=row_weights)
-    numbers: dict[str, Any] = {"ignore_index": options.ignore_index, "lse_square_scale": lse_square_scale}
-    like = (target.numel(), accumulator(logits), logits.device, flags)
-    sums, as_targets = _prepare_sums(*like, classes=logits.shape[-1], **numbers), dense_like(target)
+    like = (target.numel(), accumulator(logits), logits.device)
+    sums = _prepare_sums(*like, flags, logits.shape[-1], options.ignore_index, lse_square_scale)
+    as_targets = dense_like(target)
 
     def reduce(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return sums(loss, lse, as_targets(target), weight, loss, loss, loss)[:2]
@@ -137,26 +136,17 @@ def row_divisors(
     dtype, device, shape, mean = dtype or torch.float32, target.device, target.shape, reduction == "mean"
     weighted, by_token = mean and weight is not None, token_weight is not None
     flags = SumFlags(targets=True, weights=weighted, token_weights=by_token, given=0 if mean else 1, factors=by_token)
-    sums = _prepare_sums(
-        target.numel() if mean or by_token else 0,
-        dtype,
-        device,
-        flags,
-        classes=0 if weight is None else weight.shape[0],
-        ignore_index=options.ignore_index,
-        lse_square_scale=lse_square_scale,
-    )
+    number, classes = target.numel() if mean or by_token else 0, 0 if weight is None else weight.shape[0]
+    sums = _prepare_sums(number, dtype, device, flags, classes, options.ignore_index, lse_square_scale)
     as_targets = dense_like(target)
-    as_weights = None if weight is None else dense_like(weight, dtype)
-    as_tokens = None if token_weight is None else dense_like(token_weight)
+    as_weights, as_tokens = optional_like(weight, dtype), optional_like(token_weight)
     new_nothing = new_tensor((0,), dtype, device)
 
     def run(
         target: Tensor, weight: Tensor | None = None, token_weight: Tensor | None = None, divisor: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         targets = as_targets(target)
-        weights = targets if as_weights is None or weight is None else as_weights(weight)
-        tokens = targets if as_tokens is None or token_weight is None else as_tokens(token_weight)
+        weights, tokens = as_weights(weight, targets), as_tokens(token_weight, targets)
         given = targets if mean else torch.ones((), dtype=dtype, device=device) if divisor is None else divisor
         scale, divisors, square, _ = sums(targets, targets, targets, weights, tokens, targets, given)
         scales = [scale] if lse_square_scale == 0.0 else [scale, square]
@@ -185,21 +175,14 @@ def row_summary(
     reduction: str = "mean",
 ) -> Run:
     dtype = accumulator(loss)
-    flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weight is not None)
-    flags = flags._replace(token_weights=token_weight is not None, hits=argmax is not None)
     given = 0 if divisors is None else 1 if divisors.stride(0) == 0 else 2  # 1: a number that was expanded
-    sums = _prepare_sums(
-        target.numel(),
-        dtype,
-        loss.device,
-        flags._replace(given=given),
-        classes=0 if weight is None else weight.shape[0],
-        ignore_index=options.ignore_index,
-        lse_square_scale=lse_square_scale,
-    )
-    row_args = (loss, lse, target, weight, token_weight, argmax)
-    converts = [None if one is None else dense_like(one, dtype if one is weight else None) for one in row_args]
-    converts.append(dense_like(divisors) if divisors is not None and given == 2 else lambda divisors: divisors)
+    flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weight is not None, given=given)
+    flags = flags._replace(token_weights=token_weight is not None, hits=argmax is not None)
+    like, classes = (target.numel(), dtype, loss.device), 0 if weight is None else weight.shape[0]
+    sums = _prepare_sums(*like, flags, classes, options.ignore_index, lse_square_scale)
+    as_loss, as_lse, as_targets = dense_like(loss), dense_like(lse), dense_like(target)
+    as_weights, as_tokens, as_argmax = optional_like(weight, dtype), optional_like(token_weight), optional_like(argmax)
+    as_divisors = dense_like(divisors) if divisors is not None and given == 2 else lambda divisors: divisors
     new_nothing = new_tensor((0,), dtype, loss.device)
 
     def run(
@@ -211,9 +194,9 @@ def row_summary(
         divisors: Tensor | None = None,
         argmax: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        row_args = zip(converts, (loss, lse, target, weight, token_weight, argmax, divisors), strict=True)
-        inputs = [loss if convert is None or one is None else convert(one) for convert, one in row_args]
-        value, made, z_loss, accuracy = sums(*inputs)
+        weights, tokens, tops = as_weights(weight, loss), as_tokens(token_weight, loss), as_argmax(argmax, loss)
+        by = loss if divisors is None else as_divisors(divisors)
+        value, made, z_loss, accuracy = sums(as_loss(loss), as_lse(lse), as_targets(target), weights, tokens, tops, by)
         if argmax is None:
             z_loss, accuracy = new_nothing(), new_nothing()
         return value, made if divisors is None else new_nothing(), z_loss, accuracy

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
@@ -81,10 +79,8 @@ def cross_entropy_shard(
     return run
 
 
-def _prepare_join(
-    target: Tensor, gathered: Tensor, num_classes: int, weighted: bool, options: RowOptions
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """``join(target, gathered)`` -> (loss, lse, target_weight, lse_coefficient, lse_low)."""
+def _prepare_join(target: Tensor, gathered: Tensor, num_classes: int, weighted: bool, options: RowOptions) -> Run:
+    """``join(logits, target, gathered, ...)`` -> (loss, lse, target_weight, lse_coefficient, lse_low)."""
     number, world = target.numel(), gathered.shape[0]
     empty = size_hint(number) == 0
     launch = Launch(
@@ -104,7 +100,7 @@ def _prepare_join(
     new_row = new_tensor(target.shape, gathered.dtype, gathered.device)
     as_targets, as_gathered = dense_like(target), dense_like(gathered)
 
-    def join(target: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def join(_logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None) -> tuple[Tensor, ...]:
         outputs = (new_row(), new_row(), new_row(), new_row(), new_row())
         if not empty:
             launch(as_gathered(gathered), as_targets(target), *outputs)
@@ -124,14 +120,7 @@ def cross_entropy_shard_join(
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
-    join = _prepare_join(target, gathered, num_classes, weight is not None, options)
-
-    def run(
-        _logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return join(target, gathered)
-
-    return run
+    return _prepare_join(target, gathered, num_classes, weight is not None, options)
 
 
 @launcher
@@ -150,10 +139,8 @@ def cross_entropy_shard_reduced(
     join = _prepare_join(target, gathered, num_classes, weight is not None, options)
     reduce = prepare_reduce(logits, target, options, lse_square_scale, reduction, weighted=True, row_weights=True)
 
-    def run(
-        _logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        loss, lse, target_weight, lse_coefficient, lse_low = join(target, gathered)
+    def run(logits: Tensor, target: Tensor, gathered: Tensor, *_unread: int | Tensor | None) -> tuple[Tensor, ...]:
+        loss, lse, target_weight, lse_coefficient, lse_low = join(logits, target, gathered)
         value, divisors = reduce(loss, lse, target, target_weight)
         return value, divisors, lse, lse_coefficient, lse_low
 

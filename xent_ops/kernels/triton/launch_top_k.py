@@ -11,7 +11,7 @@ from triton import next_power_of_2
 
 from .. import reference_top_k
 from ..options import DEFAULTS, RowOptions
-from ..rows import dense_like, dense_rows
+from ..rows import dense_rows, optional_like
 from ..sizes import size_hint
 from .cached import Launch
 from .common import Run, Strides, launcher, new_tensor, row_layout
@@ -59,14 +59,12 @@ def top_k(
         choose_ids, size = choose(classes, k * block, strides, block), next_power_of_2(k)
         tiling = {"SIZE": size, "STEP": max(min(_PAIRS // size, size), 1), "num_warps": 8 if size >= 64 else 1}
         launch_order = Launch(order_kernel, number, k, *strides, **order, **tiling, num_stages=1)
-    as_target, as_own = (None if one is None else dense_like(one) for one in (target, target_logit))
+    as_target, as_own = optional_like(target), optional_like(target_logit)
 
     def run(logits: Tensor, k: int, target: Tensor | None = None, own: Tensor | None = None) -> Any:
         rows, keys, rank = as_rows(logits), new_keys(), new_rank()
-        targets = keys if target is None or as_target is None else as_target(target)
-        own_logits = rows if own is None or as_own is None else as_own(own)
         if by_kernels or target is not None:
-            launch_keys(rows, targets, own_logits, keys, rank)
+            launch_keys(rows, as_target(target, keys), as_own(own, rows), keys, rank)
         if not by_kernels:
             return reference_top_k.top_k(logits, k, options=options)[0], rank
         best, chosen, ids = new_chosen(), new_chosen(), new_ids()
