@@ -75,21 +75,8 @@ def test_every_number_is_rounded_to_the_nearest(device):
 def rows_of(logits, target, options, **given):
     lse = reference.activation(logits, options).logsumexp(1)
     upstream = {"grad_loss": torch.ones_like(lse), "grad_lse": None, "grad_entropy": None, "entropy": None} | given
-    return reference_fp8.gradient_rows(
-        upstream["grad_loss"],
-        upstream["grad_lse"],
-        target,
-        lse,
-        logits.shape[1],
-        given.get("weight"),
-        upstream["grad_entropy"],
-        upstream["entropy"],
-        None,
-        0,
-        None,
-        options,
-        0,
-    )
+    row_args = (upstream["grad_loss"], upstream["grad_lse"], logits, target, lse, given.get("weight"), None)
+    return reference_fp8.gradient_rows(*row_args, upstream["grad_entropy"], upstream["entropy"], options=options)
 
 
 @pytest.mark.interpreter

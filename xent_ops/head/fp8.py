@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import accelerators, devices, reference_fp8
+from ..kernels import accelerators, devices, reference_fp8, reference_with_grad
 from ..kernels.options import Chunking, RowOptions, as_record
-from ..kernels.reference import grad_lse_of_square
 from ..kernels.reference_fp8 import DTYPE, LARGEST
 from .packing import PackedRows
 from .products import Products, head_gradients, zero_behind
@@ -71,6 +70,10 @@ def _largest(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return tensor.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(tensor, float("inf"), dtype=torch.float32)
+
+
+def _forward(*args: Any, options: RowOptions) -> tuple[Tensor, ...]:
+    return _ops.cross_entropy_forward(*args, **options.keywords())
 
 
 class Fp8Products(Products):
@@ -158,29 +161,10 @@ class Fp8Products(Products):
         """Store the gradient in both layouts, not over the logits, and add up its products at once."""
         options = as_record(options)
         if name == "cross_entropy_with_grad":
-            return *self._with_grad(*args, **options), logits
+            row_operator = reference_with_grad.cross_entropy_with_grad
+            return *row_operator(*args, **options, forward=_forward, backward=self._backward), logits
         self._backward(*args, **options)
         return (logits,)
-
-    def _with_grad(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        grad_scale: Tensor,
-        grad_lse_square: Tensor | None,
-        weight: Tensor | None,
-        with_argmax: bool,
-        with_entropy: bool,
-        grad_dtype: torch.dtype | None,
-        *,
-        options: RowOptions,
-    ) -> list[Tensor]:
-        flags = (with_argmax, with_entropy, False, True)  # skip_ignored
-        *statistics, lse_low = _ops.cross_entropy_forward(logits, target, weight, *flags, **options.keywords())
-        lse = statistics[1]
-        grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-        self._backward(grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low, options=options)
-        return statistics
 
     def _backward(
         self,
@@ -189,18 +173,12 @@ class Fp8Products(Products):
         logits: Tensor,
         target: Tensor,
         lse: Tensor,
-        weight: Tensor | None = None,
-        divisors: None = None,
-        grad_entropy: Tensor | None = None,
-        entropy: Tensor | None = None,
-        lse_coefficient: Tensor | None = None,
-        class_start: int = 0,
-        num_classes: int | None = None,
-        grad_dtype: torch.dtype | None = None,
-        lse_low: Tensor | None = None,
-        *,
+        weight: Tensor | None,
+        *other_args: Any,
         options: RowOptions,
+        **keywords: Any,
     ) -> None:
+        """Arguments as for reference.cross_entropy_backward."""
         chunk = self.chunk
         start, stop = chunk.start, chunk.stop
         if start == stop:
@@ -209,22 +187,8 @@ class Fp8Products(Products):
             return
         place = start % self.block
         weight = None if weight is None else weight.to(lse.dtype).contiguous()
-        row_values = reference_fp8.gradient_rows(
-            grad_loss,
-            grad_lse,
-            target,
-            lse,
-            logits.shape[1],
-            weight,
-            grad_entropy,
-            entropy,
-            lse_coefficient,
-            class_start,
-            num_classes,
-            options,
-            start,
-            lse_low,
-        )
+        row_args = (grad_loss, grad_lse, logits, target, lse, weight, *other_args)
+        row_values = reference_fp8.gradient_rows(*row_args, options=options, first_row=start, **keywords)
         rows = self.gradient8[: stop - start] if self.mask[0] else None
         sums_head = self.mask[1] or self.mask[2]
         columns = self.gradient8_t[:, place : place + stop - start] if sums_head else None

@@ -30,7 +30,7 @@ _WORD = 0xFFFFFFFF
 
 
 class GradientRows(NamedTuple):
-    """The numbers that the gradients of rows are computed from, (n,) each."""
+    """The numbers that the gradients of rows are computed from, (n,) each. The kernel takes the first 7 as one."""
 
     total: Tensor  # A, B and C, float32
     at_target: Tensor
@@ -38,30 +38,33 @@ class GradientRows(NamedTuple):
     lse: Tensor
     entropy: Tensor | None
     grad_entropy: Tensor | None
-    column: Tensor  # of the target, int64; -1 for none
     bound: Tensor  # float32
+    column: Tensor  # of the target, int64; -1 for none
     seed: Tensor  # int32
 
 
 def gradient_rows(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
+    logits: Tensor,
     target: Tensor,
     lse: Tensor,
-    width: int,  # columns
-    weight: Tensor | None,  # (width,)
-    grad_entropy: Tensor | None,
-    entropy: Tensor | None,
-    lse_coefficient: Tensor | None,
-    class_start: int,
-    num_classes: int | None,
-    options: RowOptions,
-    first_row: int,
+    weight: Tensor | None = None,  # in the dtype of lse
+    divisors: None = None,
+    grad_entropy: Tensor | None = None,
+    entropy: Tensor | None = None,
+    lse_coefficient: Tensor | None = None,
+    class_start: int = 0,
+    num_classes: int | None = None,
+    grad_dtype: torch.dtype | None = None,
     lse_low: Tensor | None = None,
+    *,
+    options: RowOptions,
+    first_row: int = 0,
 ) -> GradientRows:
     """Arguments as for reference.cross_entropy_backward. ``first_row``: the number of the first of these rows."""
+    width = logits.shape[1]
     classes = width if num_classes is None else num_classes
-    weight = None if weight is None else weight.to(lse.dtype)
     total, b, c, _ = reference.gradient_coefficients(
         grad_loss.expand(lse.shape), grad_lse, target, classes, weight, lse_coefficient, options, lse.dtype
     )
@@ -79,7 +82,7 @@ def gradient_rows(
     total, entropy, grad_entropy = reference.fold_low(lse_low, total, entropy, grad_entropy)
     number = torch.arange(first_row, first_row + lse.shape[0], device=lse.device)
     seed = lse.view(torch.int32) ^ ((number * 0x85EBCA6B) & 0x7FFFFFFF).to(torch.int32)
-    return GradientRows(total, b, c, lse, entropy, grad_entropy, column, bound * abs(options.logit_scale), seed)
+    return GradientRows(total, b, c, lse, entropy, grad_entropy, bound * abs(options.logit_scale), column, seed)
 
 
 def scale_of(largest: Tensor) -> Tensor:

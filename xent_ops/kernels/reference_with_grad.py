@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,17 +22,21 @@ def cross_entropy_with_grad(
     grad_dtype: torch.dtype | None = None,
     *,
     options: RowOptions = DEFAULTS,
+    forward: Callable[..., tuple[Tensor, ...]] = statistics,
+    backward: Callable[..., Tensor | None] = cross_entropy_backward,
 ) -> tuple[Tensor, ...]:
     """(loss, lse, argmax, entropy, gradient of grad_scale * loss + grad_lse_square * lse^2 summed over counted rows).
 
-    An ignored row has an infinite lse, as in ``cross_entropy_reduced``, argmax -1 and entropy 0.
+    An ignored row has an infinite lse, as in ``cross_entropy_reduced``, argmax -1 and entropy 0. A ``backward`` that
+    writes the gradient elsewhere returns None; then it is no result.
     """
     flags = (with_argmax, with_entropy, False, True)
-    loss, lse, argmax, entropy, lse_low = statistics(logits, target, weight, *flags, options=options)
+    *outputs, lse_low = forward(logits, target, weight, *flags, options=options)
+    lse = outputs[1]
     grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
     backward_args = (grad_scale, grad_lse, logits, target, lse, weight)
-    gradient = cross_entropy_backward(*backward_args, lse_low=lse_low, grad_dtype=grad_dtype, options=options)
-    return loss, lse, argmax, entropy, gradient
+    gradient = backward(*backward_args, lse_low=lse_low, grad_dtype=grad_dtype, options=options)
+    return tuple(outputs) if gradient is None else (*outputs, gradient)
 
 
 def scaled_grad(grad: Tensor, factor: Tensor) -> Tensor:

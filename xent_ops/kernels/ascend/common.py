@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +42,13 @@ def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
         if tensor.device.index != module.current_device():
             return module.device(tensor.device)
     return contextlib.nullcontext()
+
+
+def launch(kernel: Any, rows: int, tensors: Sequence[Tensor], *numbers: Any, **constants: Any) -> None:
+    """Launch one program a vector core, each with a chunk of the rows, on the device of the tensors."""
+    programs, chunk = configs.programs(rows, cores(tensors[0]))
+    with on(tensors[0]):
+        kernel[(programs,)](*tensors, rows, chunk, *numbers, **constants)
 
 
 def indices(target: Tensor) -> Tensor:

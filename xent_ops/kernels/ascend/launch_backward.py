@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import reference_with_grad
 from ..options import DEFAULTS, RowOptions
-from ..reference import columns_of, grad_lse_of_square, row_grads
+from ..reference import columns_of, row_grads
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
 from .backward import backward_kernel
-from .common import cores, features, indices, launcher, on
+from .common import features, indices, launch, launcher
 from .launch_forward import cross_entropy_forward
 
 
@@ -31,7 +32,7 @@ def _backward(
     lse_coefficient: Tensor | None = None,
     class_start: int = 0,
     num_classes: int | None = None,
-    _grad_dtype: None = None,
+    grad_dtype: None = None,
     lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
@@ -62,36 +63,37 @@ def _backward(
         "HAS_ENTROPY": grad_entropy is not None,
         **features(weight, options, itemsize),
     }
-    programs, chunk = configs.programs(view.number, cores(logits))
-    with on(logits):
-        backward_kernel[(programs,)](
-            grad_loss,
-            grad_lse_row,
-            grad_entropy_row,
-            view.tensor,
-            indices(target),
-            lse,
-            lse if lse_low is None else dense(lse_low),
-            lse if entropy is None else dense(entropy),
-            weights,
-            lse if lse_coefficient is None else lse_coefficient,
-            out.tensor,
-            view.number,
-            chunk,
-            columns,
-            *view[2:],
-            *out[2:],
-            grad_loss_stride,
-            grad_lse_stride,
-            grad_entropy_stride,
-            class_start,
-            classes,
-            *options.kernel_arguments(),
-            SHARD=num_classes is not None,
-            HAS_LSE_LOW=lse_low is not None,
-            **flags,
-            BLOCK=configs.block(columns, configs.backward_bytes(itemsize, **flags)),
-        )
+    tensors = (
+        grad_loss,
+        grad_lse_row,
+        grad_entropy_row,
+        view.tensor,
+        indices(target),
+        lse,
+        lse if lse_low is None else dense(lse_low),
+        lse if entropy is None else dense(entropy),
+        weights,
+        lse if lse_coefficient is None else lse_coefficient,
+        out.tensor,
+    )
+    launch(
+        backward_kernel,
+        view.number,
+        tensors,
+        columns,
+        *view[2:],
+        *out[2:],
+        grad_loss_stride,
+        grad_lse_stride,
+        grad_entropy_stride,
+        class_start,
+        classes,
+        *options.kernel_arguments(),
+        SHARD=num_classes is not None,
+        HAS_LSE_LOW=lse_low is not None,
+        **flags,
+        BLOCK=configs.block(columns, configs.backward_bytes(itemsize, **flags)),
+    )
 
 
 @launcher
@@ -114,29 +116,15 @@ def cross_entropy_backward_(
         logits.copy_(cross_entropy_backward(grad_loss, grad_lse, logits, *args, **options))
 
 
+_with_grad = functools.partial(reference_with_grad.cross_entropy_with_grad, forward=cross_entropy_forward)
+
+
 @launcher
-def cross_entropy_with_grad(
-    logits: Tensor,
-    target: Tensor,
-    grad_scale: Tensor,
-    grad_lse_square: Tensor | None = None,
-    weight: Tensor | None = None,
-    with_argmax: bool = False,
-    with_entropy: bool = False,
-    _grad_dtype: None = None,
-    *,
-    options: RowOptions = DEFAULTS,
-    backward: Callable[..., Tensor | None] = cross_entropy_backward,
-) -> tuple[Tensor, ...]:
+def cross_entropy_with_grad(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     """Two kernels: a row does not fit into a vector core's memory, so the logits are read twice in any case."""
-    flags = (with_argmax, with_entropy, False, True)
-    *statistics, lse_low = cross_entropy_forward(logits, target, weight, *flags, options=options)
-    lse = statistics[1]
-    grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
-    gradient = backward(grad_scale, grad_lse, logits, target, lse, weight, lse_low=lse_low, options=options)
-    return tuple(statistics) if gradient is None else (*statistics, gradient)
+    return _with_grad(*args, **options, backward=cross_entropy_backward)
 
 
 @launcher
 def cross_entropy_with_grad_(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    return cross_entropy_with_grad(*args, **options, backward=cross_entropy_backward_)
+    return _with_grad(*args, **options, backward=cross_entropy_backward_)

@@ -12,7 +12,7 @@ from ..options import DEFAULTS, RowOptions
 from ..reference import is_counted
 from ..rows import class_weight, rows
 from . import configs
-from .common import cores, features, indices, launcher, on
+from .common import features, indices, launch, launcher
 from .forward import forward_kernel
 
 
@@ -40,25 +40,16 @@ def _forward(
         "HAS_ARGMAX": with_argmax,
         "HAS_ENTROPY": with_entropy,
     }
-    programs, chunk = configs.programs(view.number, cores(logits))
-    with on(logits):
-        forward_kernel[(programs,)](
-            view.tensor,
-            indices(target),
-            class_weight(weight, lse),
-            loss,
-            lse,
-            argmax,
-            entropy,
-            lse_low,
-            view.number,
-            chunk,
-            classes,
-            *view[2:],
-            *options.kernel_arguments(),
-            **flags,
-            BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
-        )
+    launch(
+        forward_kernel,
+        view.number,
+        (view.tensor, indices(target), class_weight(weight, lse), loss, lse, argmax, entropy, lse_low),
+        classes,
+        *view[2:],
+        *options.kernel_arguments(),
+        **flags,
+        BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
+    )
     return loss, lse, argmax, entropy, lse_low
 
 

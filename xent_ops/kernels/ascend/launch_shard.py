@@ -12,7 +12,7 @@ from ..options import DEFAULTS, RowOptions
 from ..reference import columns_of
 from ..rows import class_weight, rows
 from . import configs
-from .common import cores, features, indices, launcher, on
+from .common import features, indices, launch, launcher
 from .shard import join_shards_kernel, shard_kernel
 
 
@@ -33,23 +33,18 @@ def cross_entropy_shard(
     if view.number == 0:  # then nothing reads the header
         return out
     flags = features(weight, options, itemsize)
-    programs, chunk = configs.programs(view.number, cores(logits))
-    with on(logits):
-        shard_kernel[(programs,)](
-            view.tensor,
-            indices(target),
-            class_weight(weight, out),
-            out,
-            view.number,
-            chunk,
-            columns,
-            *view[2:],
-            class_start,
-            num_classes,
-            *options.kernel_arguments()[1:],
-            **flags,
-            BLOCK=configs.block(columns, configs.forward_bytes(itemsize, **flags)),
-        )
+    launch(
+        shard_kernel,
+        view.number,
+        (view.tensor, indices(target), class_weight(weight, out), out),
+        columns,
+        *view[2:],
+        class_start,
+        num_classes,
+        *options.kernel_arguments()[1:],
+        **flags,
+        BLOCK=configs.block(columns, configs.forward_bytes(itemsize, **flags)),
+    )
     return out
 
 
@@ -68,21 +63,17 @@ def cross_entropy_shard_join(
     number = target.numel()
     if number == 0:
         return results
-    programs, chunk = configs.programs(number, cores(gathered))
-    with on(gathered):
-        join_shards_kernel[(programs,)](
-            gathered.contiguous(),
-            indices(target),
-            *results,
-            number,
-            chunk,
-            gathered.shape[0],
-            num_classes,
-            options.ignore_index,
-            options.label_smoothing,
-            HAS_WEIGHT=weight is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0.0,
-        )
+    launch(
+        join_shards_kernel,
+        number,
+        (gathered.contiguous(), indices(target), *results),
+        gathered.shape[0],
+        num_classes,
+        options.ignore_index,
+        options.label_smoothing,
+        HAS_WEIGHT=weight is not None,
+        HAS_SMOOTHING=options.label_smoothing > 0.0,
+    )
     return results
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..options import DEFAULTS, RowOptions
 from ..rows import class_weight, dense, per_row, rows
 from . import configs
-from .common import cores, features, launcher, on
+from .common import features, launch, launcher
 from .soft import soft_backward_kernel, soft_forward_kernel
 
 
@@ -28,23 +28,17 @@ def soft_cross_entropy_forward(
     if view.number == 0:
         return loss, lse
     flags = features(weight, options, sizes[0])
-    programs, chunk = configs.programs(view.number, cores(logits))
-    with on(logits):
-        soft_forward_kernel[(programs,)](
-            view.tensor,
-            probabilities.tensor,
-            class_weight(weight, lse),
-            loss,
-            lse,
-            view.number,
-            chunk,
-            classes,
-            *view[2:],
-            *probabilities[2:],
-            *options.kernel_arguments()[1:],
-            **flags,
-            BLOCK=configs.block(classes, configs.soft_bytes(*sizes, **flags)),
-        )
+    launch(
+        soft_forward_kernel,
+        view.number,
+        (view.tensor, probabilities.tensor, class_weight(weight, lse), loss, lse),
+        classes,
+        *view[2:],
+        *probabilities[2:],
+        *options.kernel_arguments()[1:],
+        **flags,
+        BLOCK=configs.block(classes, configs.soft_bytes(*sizes, **flags)),
+    )
     return loss, lse
 
 
@@ -68,25 +62,17 @@ def soft_cross_entropy_backward(
     grad_loss_row, grad_loss_stride = per_row(grad_loss, lse)
     grad_lse_row, grad_lse_stride = per_row(grad_lse, lse)
     flags = {"HAS_GRAD_LSE": grad_lse is not None, **features(weight, options, sizes[0])}
-    programs, chunk = configs.programs(view.number, cores(logits))
-    with on(logits):
-        soft_backward_kernel[(programs,)](
-            grad_loss_row,
-            grad_lse_row,
-            view.tensor,
-            probabilities.tensor,
-            lse,
-            class_weight(weight, lse),
-            gradient,
-            view.number,
-            chunk,
-            classes,
-            *view[2:],
-            *probabilities[2:],
-            grad_loss_stride,
-            grad_lse_stride,
-            *options.kernel_arguments()[1:],
-            **flags,
-            BLOCK=configs.block(classes, configs.soft_bytes(*sizes, **flags)),
-        )
+    launch(
+        soft_backward_kernel,
+        view.number,
+        (grad_loss_row, grad_lse_row, view.tensor, probabilities.tensor, lse, class_weight(weight, lse), gradient),
+        classes,
+        *view[2:],
+        *probabilities[2:],
+        grad_loss_stride,
+        grad_lse_stride,
+        *options.kernel_arguments()[1:],
+        **flags,
+        BLOCK=configs.block(classes, configs.soft_bytes(*sizes, **flags)),
+    )
     return gradient

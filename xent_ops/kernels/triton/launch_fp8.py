@@ -74,16 +74,7 @@ def gradient(
     if logits.numel() == 0:
         return
     absent = row_values.total
-    numbers = (
-        row_values.total,
-        row_values.at_target,
-        row_values.by_class,
-        row_values.lse,
-        absent if row_values.entropy is None else row_values.entropy,
-        absent if row_values.grad_entropy is None else row_values.grad_entropy,
-        row_values.bound,
-    )
-    packed = torch.stack([number.to(torch.float32) for number in numbers])
+    packed = torch.stack([(absent if number is None else number).to(torch.float32) for number in row_values[:7]])
     flags = flags_of(options, weight is not None, logits.element_size())._replace(
         entropy=row_values.entropy is not None
     )
