@@ -137,9 +137,9 @@ def loss_by_chunks(
     if head.chunking.skip_ignored:
         packed = packing.order_of_counted(target, loss.row_options.ignore_index, transforms.is_traced())
     if packed is not None:
-        inputs = tuple([packed.pack_rows(rows.detach()) for rows in inputs])
+        inputs = tuple([packed.pack(rows.detach()) for rows in inputs])
         target, count = packed.indices(), packed.count
-        function.arrange(packed.pack_rows, packed.number)
+        function.arrange(packed.pack, packed.number)
     parts = ranks.world if scattered else 1
     grads = loop.run_loop(
         function.steps(head, loss, function.upstream_of_parts(parts, split, values), ranks),
@@ -155,7 +155,7 @@ def loss_by_chunks(
         **layout,
     )
     if packed is not None and output_mask[0]:
-        grads = grads._replace(input=packed.unpack_rows(grads.input).view(input.shape))
+        grads = grads._replace(input=packed.unpack(grads.input).view(input.shape))
     if loss.reduction == "none":
         return concatenated([chunk.view(parts, -1) for chunk, _ in values], 1).view(target.shape)
     numbers, targets = (concatenated(parts) for parts in zip(*values, strict=True))

@@ -49,7 +49,7 @@ def unpack_statistics(
     values = list(computed)
     for i, fill in enumerate(fills):
         if fill is not None:
-            value = rows.unpack_rows(computed[i], fill)
+            value = rows.unpack(computed[i], fill)
             if ignored is not None:
                 mask = ~reference.is_counted(target.reshape(-1), ignored)
                 value = value.masked_fill(mask.view((-1, *(1,) * (value.dim() - 1))), fill)

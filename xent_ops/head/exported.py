@@ -6,7 +6,7 @@ exporter plans the memory. Ignored rows are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..kernels.sizes import size_hint, symbolic
 from .backend import Backend, rows_to_compute
 from .float16 import RowFactors, times
 from .packing import ComputedRows, whole_chunk
-from .products import OutOfPlace, Visit, accumulator_of_weight, concatenated
+from .products import OutOfPlace, Products, accumulator_of_weight, concatenated
 from .sizes import rows_of_chunk
 
 
@@ -38,8 +38,8 @@ class Functional(OutOfPlace):
         return at_ids, logits.scatter(-1, *reference_ids.masked(logits, at, options)) if columns > 0 else logits
 
 
-class ExportedProducts(Functional):
-    """The interface of ``Products``."""
+class ExportedProducts(Functional, Products):
+    """The loop of ``Products``, whose chunks and sums are nodes."""
 
     def __init__(
         self,
@@ -51,16 +51,15 @@ class ExportedProducts(Functional):
         mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
         padding: int = 0,
-        other_heads: Sequence[ExportedProducts] = (),
     ) -> None:
         if chunking.products is not None:
             raise NotImplementedError(
                 f"products={chunking.products!r} cannot be exported: core aten has no such products"
             )
-        self.rows, self.input, self.head, self.bias, self.mask = rows, input, head, bias, mask
+        self.rows, self.input, self.head, self.head_bias, self.mask = rows, input, head, bias, mask
         self.dtype = chunking.logits_dtype
         self.sum_dtype = accumulator_of_weight(input.dtype, accumulate_dtype)
-        self.padding, self.other_heads = padding, other_heads
+        self.padding = padding
         self.grad_dtype = None if self.dtype in (None, input.dtype) else input.dtype
         number = rows.number
         self.starts: Sequence[int] = (0,)
@@ -71,29 +70,20 @@ class ExportedProducts(Functional):
             self.starts = range(0, max(number, 1), self.size)
         self.grads: list[list[Tensor]] = [[], [], []]
 
-    def _part(self, values: Tensor, start: int) -> Tensor:
-        return values if len(self.starts) == 1 else values[start : start + self.size]
+    def part_of(self, values: Tensor, chunk: slice) -> Tensor:
+        return values if len(self.starts) == 1 else values[chunk]
 
-    def run(
-        self, visit: Visit, *values: Tensor | None, gradient: bool = False, shares: Tensor | None = None
-    ) -> list[Tensor]:
-        statistics = []
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         for start in self.starts:
-            parts = [None if value is None else self._part(value, start) for value in values]
-            heads = (self, *self.other_heads)
-            inputs = [self._part(head.input, start) for head in heads]
+            chunk = slice(start, start + self.size)
+            self.x = self.part_of(self.input, chunk)
             if self.rows.size is not None:
-                inputs = [whole_chunk(part, min(self.size, self.rows.number - start)) for part in inputs]
-            logits = [logits_of(x, head.head, head.bias, head.dtype) for x, head in zip(inputs, heads, strict=True)]
-            results = visit(*logits, *parts)
-            if gradient:
-                *results, grad_logits = results
-                shares_of_chunk = None if shares is None else self._part(shares, start)
-                self._add(inputs[0], grad_logits.to(self.input.dtype), shares_of_chunk)
-            statistics.append(results)
-        return [concatenated(parts) for parts in zip(*statistics, strict=True)]
+                self.x = whole_chunk(self.x, min(self.size, self.rows.number - start))
+            yield chunk, logits_of(self.x, self.head, self.head_bias, self.dtype)
 
-    def _add(self, x: Tensor, gradient: Tensor, shares: Tensor | None) -> None:
+    def add(self, chunk: slice, logits: Tensor) -> None:
+        x, gradient = self.x, logits.to(self.input.dtype)
+        shares = None if self.shares is None else self.part_of(self.shares, chunk)
         if self.mask[0]:
             self.grads[0].append(torch.mm(gradient, self.head))
         if self.mask[1]:
@@ -104,7 +94,7 @@ class ExportedProducts(Functional):
 
     def gradients(self, shape: torch.Size, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
         none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
-        grad_input = self.rows.unpack_rows(concatenated(self.grads[0])).view(shape) if self.grads[0] else none
+        grad_input = self.rows.unpack(concatenated(self.grads[0])).view(shape) if self.grads[0] else none
         weight, bias = (
             sum(parts[1:], parts[0]) if parts else none.to(t) for parts, t in zip(self.grads[1:], dtypes, strict=True)
         )
@@ -113,7 +103,7 @@ class ExportedProducts(Functional):
             bias = torch.nn.functional.pad(bias, (0, self.padding)) if self.mask[2] else bias
         if factors is not None:
             if self.mask[0]:
-                row_factors = self.rows.unpack(factors.rows, 0).view(*shape[:-1], 1)
+                row_factors = self.rows.unpack(factors.rows).view(*shape[:-1], 1)
                 grad_input = (grad_input * row_factors).to(grad_input.dtype)
             weight, bias = (scaled_grad(grad, factors.largest) for grad in (weight, bias))
         return grad_input, weight, bias

@@ -133,10 +133,10 @@ def gradients(
         return no_gradients(input, linear_weight, output_mask)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     grads = [
-        rows.pack_rows(grad_ids.to(lse.dtype)),
+        rows.pack(grad_ids.to(lse.dtype)),
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
-    values = [None if value is None else rows.pack_rows(value) for value in (at_ids, lse, entropy)]
+    values = [None if value is None else rows.pack(value) for value in (at_ids, lse, entropy)]
     factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), head.shape[0], options)
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}

@@ -14,16 +14,9 @@ from torch.nn.functional import pad
 
 from ..kernels.reference import is_counted
 
-# A view takes the host some microseconds. These make none that changes nothing.
-
-
-def flat(values: Tensor) -> Tensor:
-    """One value a row, (...) to (N,)."""
-    return values if values.dim() == 1 else values.reshape(-1)
-
 
 def part_of(values: Tensor, chunk: slice) -> Tensor:
-    """``values[chunk]``."""
+    """``values[chunk]``. A view takes the host some microseconds: none is made that changes nothing."""
     number = values.shape[0]
     is_all = type(number) is type(chunk.stop) is int and chunk.start == 0 and chunk.stop == number
     return values if is_all else values[chunk]
@@ -35,36 +28,29 @@ class ComputedRows:
     size: int | None = None  # the rows of every chunk. None: Products choose it
 
     def __init__(self, target: Tensor) -> None:
-        self.target, self.dims = flat(target), target.dim()
+        self.dims = target.dim()
+        self.target = target if self.dims == 1 else target.reshape(-1)
         self.number = self.target.shape[0]
 
     def pack(self, values: Tensor) -> Tensor:
-        """One value per row, (...) to (number,)."""
-        return flat(values)
+        """(..., *), where ... is the target's shape, to (number, *)."""
+        return values if self.dims == 1 else values.reshape(self.target.shape[0], *values.shape[self.dims :])
 
     def pack_grads(self, values: Tensor) -> Tensor:
-        """The same for upstream gradients: 0 in rows that are not computed."""
+        """The same for upstream gradients, (...): 0 in rows that are not computed."""
         return self.pack(values)
 
-    def unpack(self, values: Tensor, fill: float) -> Tensor:
-        """(number,) to (N,), with ``fill`` in rows that no chunk covers."""
-        return values
-
-    def pack_rows(self, values: Tensor) -> Tensor:
-        """(..., *), where ... is the target's shape, to (number, *)."""
-        return values.reshape(self.target.shape[0], *values.shape[self.dims :])
-
-    def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        """(number, *) to (N, *), with ``fill`` in rows that no chunk covers."""
-        return rows
-
     def pack_classes(self, classes: Tensor) -> Tensor:
-        """``pack_rows`` of class indices."""
-        return self.pack_rows(classes)
+        """The same for class indices."""
+        return self.pack(classes)
+
+    def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """(number, *) to (N, *), with ``fill`` in rows that no chunk covers."""
+        return values
 
     def indices(self) -> Tensor:
         """The targets, (number,)."""
-        return self.pack(self.target)
+        return self.target
 
     def select(self, input: Tensor, chunk: slice) -> Tensor:
         """The rows of a chunk of input (N, H)."""
@@ -87,17 +73,11 @@ class PaddedRows(ComputedRows):
     def pack(self, values: Tensor) -> Tensor:
         return filled_up(super().pack(values), self.added)
 
-    def unpack(self, values: Tensor, fill: float) -> Tensor:
-        return self.unpack_rows(values)
-
-    def pack_rows(self, values: Tensor) -> Tensor:
-        return filled_up(super().pack_rows(values), self.added)
-
-    def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        return rows[: self.target.shape[0]]
-
     def pack_classes(self, classes: Tensor) -> Tensor:
-        return filled_up(super().pack_rows(as_index(classes)), self.added, self.ignore_index)
+        return filled_up(super().pack(as_index(classes)), self.added, self.ignore_index)
+
+    def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        return values[: self.target.shape[0]]
 
     def indices(self) -> Tensor:
         return filled_up(as_index(self.target), self.added, self.ignore_index)
@@ -136,7 +116,7 @@ class PackedRows(ComputedRows):
         self.order, self.number, self.count, self.kernels = order, order.shape[0], count, kernels
 
     def pack(self, values: Tensor) -> Tensor:
-        return values.reshape(-1).index_select(0, self.order)
+        return super().pack(values).index_select(0, self.order)
 
     def pack_grads(self, values: Tensor) -> Tensor:
         packed = self.pack(values)
@@ -146,17 +126,14 @@ class PackedRows(ComputedRows):
         # upstream gradient other than 0, and the head's gradients add up whole tiles of rows.
         return torch.where(torch.arange(self.number, device=packed.device) < self.count, packed, 0.0)
 
-    def unpack(self, values: Tensor, fill: float) -> Tensor:
-        return values.new_full(self.target.shape, fill).index_copy_(0, self.order, values)
+    def indices(self) -> Tensor:
+        return self.target.index_select(0, self.order)
+
+    def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        return values.new_full((self.target.shape[0], *values.shape[1:]), fill).index_copy_(0, self.order, values)
 
     def select(self, input: Tensor, chunk: slice) -> Tensor:
         return input.index_select(0, self.order[chunk])
-
-    def pack_rows(self, values: Tensor) -> Tensor:
-        return super().pack_rows(values).index_select(0, self.order)
-
-    def unpack_rows(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        return rows.new_full((self.target.shape[0], *rows.shape[1:]), fill).index_copy(0, self.order, rows)
 
 
 def counted_rows(target: Tensor, ignore_index: int, kernels: Any) -> ComputedRows:

@@ -86,6 +86,9 @@ class OutOfPlace(InPlace):
 class Products(InPlace):
     """Computes logits of chunks, and from their gradients those of input (N, H), linear_weight and linear_bias."""
 
+    other_heads: Sequence[Products] = ()  # other heads, whose chunks have the same rows
+    shares: Tensor | None = None
+
     def __init__(
         self,
         rows: ComputedRows,
@@ -96,10 +99,7 @@ class Products(InPlace):
         output_mask: Sequence[bool] = (False, False, False),
         accumulate_dtype: torch.dtype | None = None,
         padding: int = 0,  # rows of zeros at the end of the gradients of linear_weight and linear_bias
-        other_heads: Sequence[Products] = (),  # other heads, whose chunks have the same rows
     ) -> None:
-        self.other_heads = other_heads
-        self.shares: Tensor | None = None
         self.logits_dtype = chunking.logits_dtype or input.dtype
         self.grad_dtype = None if self.logits_dtype == input.dtype else input.dtype
         self.rows, self.all_input, self.head, self.head_bias = rows, input, linear_weight, linear_bias
@@ -157,6 +157,9 @@ class Products(InPlace):
         else:
             logits_of(self.part, self.head, self.head_bias, logits)
 
+    def part_of(self, values: Tensor, chunk: slice) -> Tensor:
+        return part_of(values, chunk)
+
     def run(
         self, visit: Visit, *values: Tensor | None, gradient: bool = False, shares: Tensor | None = None
     ) -> list[Tensor]:
@@ -169,7 +172,7 @@ class Products(InPlace):
         heads = (self, *self.other_heads)
         for chunks in zip(*(products.chunks() for products in heads), strict=True):
             chunk = chunks[0][0]
-            chunk_values = [None if value is None else part_of(value, chunk) for value in values]
+            chunk_values = [None if value is None else self.part_of(value, chunk) for value in values]
             results = visit(*(logits for _, logits in chunks), *chunk_values)
             if gradient:
                 *results, grad_logits = results
@@ -180,10 +183,10 @@ class Products(InPlace):
     def gradients(self, shape: torch.Size, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the input (in this shape), the weight and the bias in their sums' dtypes, times ``factors``."""
         if self.rows.size is not None:
-            self.input = self.rows.unpack_rows(self.input)
+            self.input = self.rows.unpack(self.input)
         if factors is not None:
             if self.mask[0]:
-                self.input.mul_(self.rows.unpack(factors.rows, 0).unsqueeze(1))
+                self.input.mul_(self.rows.unpack(factors.rows).unsqueeze(1))
             for gradient in (self.padded_weight, self.padded_bias):
                 _ops.scale_grad_(gradient, factors.largest)
         input = self.input if not self.mask[0] or len(shape) == 2 else self.input.view(shape)
