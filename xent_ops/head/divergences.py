@@ -39,22 +39,27 @@ class TeacherRows(NamedTuple):
     logits: Tensor  # (..., T), of the student's classes
     all_logits: Tensor  # of all of the teacher's classes
     lse: Tensor | None = None  # (...), of all of the teacher's classes. None: they are the student's
-    top: Tensor | None = None  # (...), the argmax of all of them, if it is wanted
+    top: Tensor | None = None  # (...), the argmax of all of them; only if it is wanted
+
+
+def of_student(logits: Tensor, classes: Tensor | None, padding: int = 0) -> Tensor:
+    """The teacher's logits of the student's classes. ``padding``: columns behind them, which may hold any values."""
+    if classes is None:
+        return logits
+    # A class that the teacher lacks makes the loss NaN elsewhere; here it must not read other memory.
+    columns = torch.nn.functional.pad(classes.to(torch.int64).clamp(0, logits.shape[-1] - 1), (0, padding))
+    return logits.index_select(-1, columns)
 
 
 def teacher_rows(
     logits: Tensor, target: Tensor, classes: Tensor | None, with_tops: bool, spec: Divergences, padding: int = 0
 ) -> TeacherRows:
-    """Of the teacher's logits. ``padding``: columns behind the student's classes that may hold any values."""
-    top = None
-    if classes is None:
-        if with_tops:
-            _, top = lse_and_top(logits, target, spec.teacher(), spec)
-        return TeacherRows(logits, logits, None, top)
-    lse, top = lse_and_top(logits, target, spec.teacher(), spec, with_tops)
-    # A class that the teacher lacks makes the loss NaN elsewhere; here it must not read other memory.
-    columns = torch.nn.functional.pad(classes.to(torch.int64).clamp(0, logits.shape[-1] - 1), (0, padding))
-    return TeacherRows(logits.index_select(-1, columns), logits, lse, top if with_tops else None)
+    """Of the teacher's logits. ``padding``: as for ``of_student``."""
+    lse = top = None
+    if classes is not None or with_tops:
+        lse, top = lse_and_top(logits, target, spec.teacher(), spec, with_tops)
+    logits_of_classes = of_student(logits, classes, padding)
+    return TeacherRows(logits_of_classes, logits, None if classes is None else lse, top if with_tops else None)
 
 
 def lse_and_top(
@@ -191,8 +196,8 @@ def gradients(
     def visit(
         logits: Tensor, teacher_logits: Tensor, target: Tensor, grads: Tensor, *statistics: Tensor
     ) -> Sequence[Tensor]:
-        of_classes, *_ = teacher_rows(teacher_logits, target, classes, False, spec)
-        row_args = (grads.t(), logits, of_classes, target, torch.stack(statistics), None, products.grad_dtype)
+        teacher_logits = of_student(teacher_logits, classes)
+        row_args = (grads.t(), logits, teacher_logits, target, torch.stack(statistics), None, products.grad_dtype)
         return products.write("divergences_backward", logits, *row_args, **spec.keywords())
 
     if any(output_mask):
