@@ -58,14 +58,10 @@ def split_loss(
     if dtype != torch.float16:
         return Split(divisors, token_weight)
     rows, options = target.reshape(-1), loss.row_options
-    factors = divisors.reciprocal().unsqueeze(-1).expand(2, rows.shape[0])
-    if token_weight is not None:
-        factors = factors * reductions.counted_weights(
-            token_weight.reshape(-1), rows, options.ignore_index, divisors.dtype
-        )
-    square_factors = factors[1] * loss.lse_square_scale if loss.lse_square_scale != 0.0 else None
-    row_weight = None if row_weight is None else row_weight.reshape(-1)
-    numbers = magnitudes(rows, weight, row_weight, classes, options, factors[0], square_factors)
+    row_weight, weights = (None if one is None else one.reshape(-1) for one in (row_weight, token_weight))
+    factors = reductions.row_factors(divisors, rows, weights, loss)
+    grads = [None if one is None else one.expand(rows.shape) for one in factors]
+    numbers = magnitudes(rows, weight, row_weight, classes, options, *grads)
     if token_weight is None and weight is None and row_weight is None:
         factor = largest(numbers)
         return Split(divisors * factor, None, factor.reciprocal())

@@ -132,11 +132,7 @@ def _to_write(at: Columns, value: Tensor | float, logits: Tensor) -> tuple[Tenso
 
 def masked(logits: Tensor, at: Columns, options: RowOptions) -> tuple[Tensor, Tensor]:
     """(column, value), each (..., K): the columns to mask, and with what. ``logits``: at least one column."""
-    return _to_write(at, masking_value(options), logits)
-
-
-def masking_value(options: RowOptions) -> float:
-    return float("-inf") if options.is_increasing else float("inf")
+    return _to_write(at, float("-inf") if options.is_increasing else float("inf"), logits)
 
 
 def lse_of_others(
