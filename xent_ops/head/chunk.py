@@ -156,18 +156,9 @@ def chunk_grad_(
         slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
         gradient(*ids_args, options=options, **slice_args, writer=InPlace(), target=target)
     else:
-        row_args = (grad_entropy, entropy, lse_coefficient)
-        backward_args = (weight, divisors, *row_args, class_start, num_classes, dtype, lse_low)
-        _ops.cross_entropy_backward_(
-            grad_loss,
-            grad_lse,
-            class_logits,
-            target,
-            lse,
-            *backward_args,
-            lse_square_scale=lse_square_scale,
-            **options.keywords(),
-        )
+        row_args = (grad_loss, grad_lse, class_logits, target, lse, weight, divisors, grad_entropy, entropy)
+        backward_args = (*row_args, lse_coefficient, class_start, num_classes, dtype, lse_low)
+        _ops.cross_entropy_backward_(*backward_args, lse_square_scale=lse_square_scale, **options.keywords())
     return input_gradient(class_logits, dtype, head, count, with_grad_input), linear_weight.new_empty(0)
 
 

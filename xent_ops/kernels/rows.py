@@ -129,11 +129,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def rows_like(tensor: Tensor, view: RowView) -> Callable[[Tensor], Tensor]:
     """``rows(tensor).tensor`` for tensors like this one, whose rows are ``view``."""
-    return _as_it_is if view.tensor is tensor else _rows_tensor
-
-
-def _rows_tensor(tensor: Tensor) -> Tensor:
-    return rows(tensor).tensor
+    return _as_it_is if view.tensor is tensor else lambda tensor: rows(tensor).tensor
 
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
