@@ -124,36 +124,6 @@ def store(pointers, grad, inside):
     tl.store(pointers, grad.to(pointers.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
-@triton.jit
-def write(
-    pointers,
-    out_pointers,  # into the gradient of a row; the other arguments are those of ``tile_gradient``
-    columns,
-    inside,
-    read,
-    weight_pointers,
-    lse,
-    total,
-    b,
-    c,
-    entropy,
-    grad_entropy,
-    act,
-    target,
-    FLAGS: tl.constexpr,
-    COMPARE: tl.constexpr,
-    NARROW: tl.constexpr = False,  # as in backward_kernel
-):
-    """The gradient of one tile."""
-    grad = tile_gradient(
-        pointers, columns, inside, read, weight_pointers, lse, total, b, c, entropy, grad_entropy, act, target, FLAGS,
-        COMPARE,
-    )  # fmt: skip
-    if NARROW:
-        tl.debug_barrier()  # all threads have read this tile; the gradient is written to it or before it
-    store(out_pointers, grad, inside)
-
-
 @triton.jit(
     do_not_specialize=["class_start", "n_classes", "ignore_index"],
     do_not_specialize_on_alignment=["n_inner", "n_out_inner", "n_blocks"],
@@ -293,21 +263,26 @@ def backward_kernel(
         )  # fmt: skip
     for tile in tl.range(0, TILES):
         columns = start + tile * BLOCK + tl.arange(0, BLOCK)
-        write(
-            logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-            columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, entropy, grad_entropy,
-            act, compared, FLAGS, COMPARE, NARROW,
+        pointers, out_pointers = logits_ptr + boundary + columns, grad_ptr + out_boundary + columns
+        inside = columns < body
+        tile_grad = tile_gradient(
+            pointers, head + columns, inside, columns < tl.where(live, body, 0),
+            body_weight_ptr + columns, lse, total, b, c, entropy, grad_entropy, act, compared, FLAGS, COMPARE,
         )  # fmt: skip
+        if NARROW:
+            tl.debug_barrier()  # all threads have read this tile; the gradient is written to it or before it
+        store(out_pointers, tile_grad, inside)
     if EDGES and NARROW:
         store(grad_ptr + out_offset + edges, edge_gradient, exist)
     elif EDGES:  # noqa: SIM102 (a constexpr; start is not)
         if start == 0:
             edges, exist = edge_columns(head, body, n_cols, EDGES)
-            write(
-                logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-                exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, total, b, c, entropy,
-                grad_entropy, act, compared, FLAGS, COMPARE,
+            pointers, out_pointers = logits_ptr + offset + edges, grad_ptr + out_offset + edges
+            edge_gradient = tile_gradient(
+                pointers, edges, exist, exist & (edges < tl.where(live, n_cols, 0)),
+                weight_ptr + edges, lse, total, b, c, entropy, grad_entropy, act, compared, FLAGS, COMPARE,
             )  # fmt: skip
+            store(out_pointers, edge_gradient, exist)
     if not COMPARE:  # noqa: SIM102
         if has_target:
             tl.debug_barrier()

@@ -120,16 +120,11 @@ def reduce_kernel(
     weight = tl.sum(weights, axis=0) if FLAGS.weights else count
     hits = tl.sum(all_hits, axis=0)
     number = tl.sum(numbers, axis=0)
+    sums = (loss, square, weight, count, hits, number)
     if FLAGS.partial:
-        sums_ptr = value_ptr + program
-        tl.store(sums_ptr, loss)
-        tl.store(sums_ptr + programs, square)
-        tl.store(sums_ptr + 2 * programs, weight)
-        tl.store(sums_ptr + 3 * programs, count)
-        tl.store(sums_ptr + 4 * programs, hits)
-        tl.store(sums_ptr + 5 * programs, number)
+        for i in tl.static_range(6):
+            tl.store(value_ptr + program + i * programs, sums[i])
     else:
-        sums = (loss, square, weight, count, hits, number)
         scale = tl.cast(lse_square_scale, ACC)
         pointers = (given_ptr, value_ptr, square_ptr, accuracy_ptr, divisor_ptr)
         weight, count = _store(sums, pointers, scale, FLAGS)

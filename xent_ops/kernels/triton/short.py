@@ -61,10 +61,7 @@ def short_kernel(
         counted &= target != ignore_index
     read = counted[:, None] & inside
     # Without a softcap, x / logit_scale replaces x: each element takes one multiplication and one select less.
-    if FLAGS.softcap:
-        z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0)
-    else:
-        z = tl.load(row_ptr[:, None] + columns, mask=read, other=float("-inf"))
+    z = tl.load(row_ptr[:, None] + columns, mask=read, other=0.0 if FLAGS.softcap else float("-inf"))
     if not FLAGS.skip_ignored:
         target = tl.load(target_ptr + row, mask=exists, other=0).to(tl.int64)
     valid = (target >= 0) & (target < n_cols) & counted

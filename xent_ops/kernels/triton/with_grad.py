@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .backward import gradient, gradient_coefficients, write
+from .backward import gradient, gradient_coefficients, store, tile_gradient
 from .forward import scan
 from .numerics import (
     LN2,
@@ -110,18 +110,21 @@ def with_grad_kernel(
     zero = tl.cast(0.0, ACC)
     for block in tl.range(0, n_blocks):
         columns = (n_blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)  # the end of the row was read last
-        write(
-            logits_ptr + boundary + columns, grad_ptr + out_boundary + columns, head + columns, columns < body,
-            columns < tl.where(live, body, 0), body_weight_ptr + columns, lse, total, b, c, zero, zero,
-            act, -1, FLAGS, False,
+        pointers, out_pointers = logits_ptr + boundary + columns, grad_ptr + out_boundary + columns
+        inside = columns < body
+        tile_grad = tile_gradient(
+            pointers, head + columns, inside, columns < tl.where(live, body, 0),
+            body_weight_ptr + columns, lse, total, b, c, zero, zero, act, -1, FLAGS, False,
         )  # fmt: skip
+        store(out_pointers, tile_grad, inside)
     if EDGES:
         edges, exist = edge_columns(head, body, n_cols, EDGES)
-        write(
-            logits_ptr + offset + edges, grad_ptr + out_offset + edges, edges, exist,
-            exist & (edges < tl.where(live, n_cols, 0)), weight_ptr + edges, lse, total, b, c, zero, zero,
-            act, -1, FLAGS, False,
+        pointers, out_pointers = logits_ptr + offset + edges, grad_ptr + out_offset + edges
+        edge_gradient = tile_gradient(
+            pointers, edges, exist, exist & (edges < tl.where(live, n_cols, 0)),
+            weight_ptr + edges, lse, total, b, c, zero, zero, act, -1, FLAGS, False,
         )  # fmt: skip
+        store(out_pointers, edge_gradient, exist)
     tl.debug_barrier()  # the target's own element is written again, as in backward.py
     grad, slope = gradient(
         at_target, lse, total, c, target_weight, zero, zero, act, FLAGS, False,
