@@ -58,8 +58,8 @@ def split_loss(
     if dtype != torch.float16:
         return Split(divisors, token_weight)
     rows, options = target.reshape(-1), loss.row_options
-    row_weight, weights = (None if one is None else one.reshape(-1) for one in (row_weight, token_weight))
-    factors = reductions.row_factors(divisors, rows, weights, loss)
+    row_weight, flat_weight = (None if one is None else one.reshape(-1) for one in (row_weight, token_weight))
+    factors = reductions.row_factors(divisors, rows, flat_weight, loss)
     grads = [None if one is None else one.expand(rows.shape) for one in factors]
     numbers = magnitudes(rows, weight, row_weight, classes, options, *grads)
     if token_weight is None and weight is None and row_weight is None:
