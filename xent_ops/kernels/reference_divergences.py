@@ -68,18 +68,14 @@ def divergences_forward(
     spec, dtype = Divergences(**fields), accumulator(logits)
     columns, all_classes = spec.columns(logits, class_start), class_start is None
     x, y = _x(logits, spec.student(), columns, dtype), _x(teacher_logits, spec.teacher(), columns, dtype)
+    zero = x.new_zeros(x.shape[:-1])
+    values, student_kl, lower_mass = dict.fromkeys(FIELDS, zero), zero, zero
     if joined is None:
         (log_s, lse), (log_t, lse_t) = _log_softmax(x), _log_softmax(y)
         hard_lse, lse_all = lse, lse_t if teacher_lse is None else teacher_lse.to(dtype)
         log_p = log_s
         if spec.other_lse():
             log_p, hard_lse = _log_softmax(_x(logits, spec.options, columns, dtype))
-    else:
-        lse, lse_t, _, _, _, hard_lse, lse_all = joined.to(dtype).unbind()
-        log_s, log_t = x - lse.unsqueeze(-1), y - lse_t.unsqueeze(-1)
-    values = dict.fromkeys(FIELDS, torch.zeros_like(lse))
-    student_kl = lower_mass = torch.zeros_like(lse)
-    if joined is None:
         if spec.reads("kl"):
             values["kl"] = _expectation(log_t.exp(), log_t - log_s)
         if spec.reads("reverse_kl"):
@@ -87,6 +83,8 @@ def divergences_forward(
         if spec.reads("log_prob") and all_classes:
             index, _, invalid = gather_target(target, columns, spec.options.ignore_index)
             values["log_prob"] = log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(invalid, float("nan"))
+    else:
+        lse, lse_t, _, _, _, hard_lse, lse_all = joined.to(dtype).unbind()
     if spec.visits_again() and (all_classes or joined is not None):
         log_s, log_t = x - lse.unsqueeze(-1), y - lse_t.unsqueeze(-1)
         s, t = log_s.exp(), log_t.exp()
