@@ -30,7 +30,7 @@ _WORD = 0xFFFFFFFF
 
 
 class GradientRows(NamedTuple):
-    """The numbers that the gradients of rows are computed from, (n,) each. The kernel takes the first 7 as one."""
+    """The numbers that the gradients of rows are computed from, (n,) each."""
 
     total: Tensor  # A, B and C, float32
     at_target: Tensor

@@ -73,8 +73,9 @@ def gradient(
 ) -> None:
     if logits.numel() == 0:
         return
-    absent = row_values.total
-    packed = torch.stack([(absent if number is None else number).to(torch.float32) for number in row_values[:7]])
+    row, absent = row_values, row_values.total
+    numbers = (row.total, row.at_target, row.by_class, row.lse, row.entropy, row.grad_entropy, row.bound)
+    packed = torch.stack([(absent if number is None else number).to(torch.float32) for number in numbers])
     flags = flags_of(options, weight is not None, logits.element_size())._replace(
         entropy=row_values.entropy is not None
     )
