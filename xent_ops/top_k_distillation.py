@@ -50,9 +50,7 @@ class TopKLoss(TokenRows):
             row_values = [part.of(row) for row in rows]
             loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
             values.append((loss, part.target))
-            # The zeros of ignored rows, divided by the number of no rows, are NaN. Their ids are not read.
-            divided = torch.where(is_counted(part.target, self.ignore_index), grad_lse / divisor, 0.0)
-            return RowGradients(grad_lse, divided, grad_ids=grad_ids / divisor)
+            return RowGradients(grad_lse, grad_lse / divisor, grad_ids=grad_ids / divisor)  # ignored rows are not read
 
         return upstream
 

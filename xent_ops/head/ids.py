@@ -62,14 +62,15 @@ def gradient(
     writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
     target: Tensor | None = None,  # (...), the ``row_targets`` of a chunk whose logits have been masked
 ) -> Tensor:
-    """(..., columns), written over the logits or to new memory."""
+    """(..., columns), written over the logits or to new memory. With ``target``, ignored rows get zeros."""
+    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
+    row_grads: tuple[Tensor, Tensor | None] = grad_lse, None  # as a loss's: the target's column is written again below
     if target is None:
-        target = _ops.row_targets(ids, ignore_index=options.ignore_index)
+        target, row_grads = _ops.row_targets(ids, ignore_index=options.ignore_index), (lse.new_zeros(()), grad_lse)
         if mask_ids:
             _, logits = writer.mask_columns(logits, logits.shape[-1], ids, (class_start, num_classes), options)
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse.to(lse.dtype)
     slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
-    backward_args = (lse.new_zeros(()), grad_lse, logits, target, lse, *slice_args)
+    backward_args = (*row_grads, logits, target, lse, *slice_args)
     (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **options.keywords())
     if mask_ids:  # this lse does not depend on the ids
         lse = torch.full_like(lse, math.inf)
