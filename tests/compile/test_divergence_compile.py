@@ -103,6 +103,20 @@ def test_exported(device, step):
     torch.testing.assert_close(program.module()(x), step(x, w.detach(), y, u, weight, ids))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
+@pytest.mark.parametrize("step", [of_heads, of_logits])
+def test_package_of_aotinductor(tmp_path, device, step, classes):
+    class Loss(torch.nn.Module):
+        def forward(self, *tensors):
+            return step(*tensors)
+
+    tensors = [None if one is None else one.detach() for one in inputs(device, classes=classes)]
+    program = torch.export.export(Loss(), tuple(tensors))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "loss.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(*tensors), step(*tensors))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
 def test_a_cuda_graph_replays_with_other_numbers(classes):
