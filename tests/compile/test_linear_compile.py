@@ -239,8 +239,8 @@ def test_graphs_of_the_mean():
         forward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]"):
-        linear_cross_entropy_with_grad = torch.ops.xent.linear_cross_entropy_with_grad.default(primals_1, primals_2, primals_3, None, None, None, None, [True, True, False]);  
+    def forward(self, primals_1: "f32[48, 16]", primals_2: "i64[48]", primals_3: "f32[40, 16]"):
+        linear_cross_entropy_with_grad = torch.ops.xent.linear_cross_entropy_with_grad.default(primals_1, primals_3, primals_2, None, None, None, None, [True, True, False]);  
         getitem: "f32[]" = linear_cross_entropy_with_grad[0]
         getitem_8: "f32[48, 16]" = linear_cross_entropy_with_grad[8]
         getitem_9: "f32[40, 16]" = linear_cross_entropy_with_grad[9]
@@ -254,7 +254,7 @@ class GraphModule(torch.nn.Module):
     def forward(self, getitem_8: "f32[48, 16]", getitem_9: "f32[40, 16]", tangents_1: "f32[]"):
         linear_scale_grad: "f32[48, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_8, tangents_1)
         linear_scale_grad_1: "f32[40, 16]" = torch.ops.xent.linear_scale_grad.default(getitem_9, tangents_1);  
-        return (linear_scale_grad, linear_scale_grad_1, None)
+        return (linear_scale_grad, None, linear_scale_grad_1)
 """,
     )
 
@@ -266,8 +266,8 @@ def test_graphs_of_rows():
         forward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]"):
-        linear_cross_entropy_forward = torch.ops.xent.linear_cross_entropy_forward.default(primals_1, primals_2, primals_3)
+    def forward(self, primals_1: "f32[48, 16]", primals_2: "i64[48]", primals_3: "f32[40, 16]"):
+        linear_cross_entropy_forward = torch.ops.xent.linear_cross_entropy_forward.default(primals_1, primals_3, primals_2)
         getitem: "f32[48]" = linear_cross_entropy_forward[0]
         getitem_1: "f32[48]" = linear_cross_entropy_forward[1]
         getitem_4: "f32[48]" = linear_cross_entropy_forward[4]
@@ -281,11 +281,11 @@ class GraphModule(torch.nn.Module):
         backward,
         """\
 class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[48, 16]", primals_2: "f32[40, 16]", primals_3: "i64[48]", getitem_4: "f32[48]", detach_1: "f32[48]", tangents_1: "f32[]"):
+    def forward(self, primals_1: "f32[48, 16]", primals_2: "i64[48]", primals_3: "f32[40, 16]", getitem_4: "f32[48]", detach_1: "f32[48]", tangents_1: "f32[]"):
         expand: "f32[48]" = torch.ops.aten.expand.default(tangents_1, [48])
-        linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_2, primals_3, detach_1, None, None, None, None, None, None, 0, None, [True, True, False], getitem_4);  
+        linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_3, primals_2, detach_1, None, None, None, None, None, None, 0, None, [True, True, False], getitem_4);  
         getitem_5: "f32[48, 16]" = linear_cross_entropy_backward[0]
         getitem_6: "f32[40, 16]" = linear_cross_entropy_backward[1]
-        return (getitem_5, getitem_6, None)
+        return (getitem_5, None, getitem_6)
 """,
     )

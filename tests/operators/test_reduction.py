@@ -121,7 +121,7 @@ def test_views_and_other_dtypes(device):
 def test_no_derivative(device):
     rows = Rows((4,), False, False, torch.float32, device)
     value, *_ = ops.row_summary(rows.loss.requires_grad_(), rows.lse, rows.target)
-    with pytest.raises(RuntimeError, match="row_summary have no derivative"):
+    with pytest.raises(RuntimeError, match="row_summary has no derivative"):
         value.backward()
 
 
