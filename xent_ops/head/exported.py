@@ -56,7 +56,7 @@ class ExportedProducts(Functional, Products):
             raise NotImplementedError(
                 f"products={chunking.products!r} cannot be exported: core aten has no such products"
             )
-        self.rows, self.input, self.head, self.head_bias, self.mask = rows, input, head, bias, mask
+        self.rows, self.all_input, self.head, self.head_bias, self.mask = rows, input, head, bias, mask
         self.dtype = chunking.logits_dtype
         self.sum_dtype = accumulator_of_weight(input.dtype, accumulate_dtype)
         self.padding = padding
@@ -76,13 +76,13 @@ class ExportedProducts(Functional, Products):
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         for start in self.starts:
             chunk = slice(start, start + self.size)
-            self.x = self.part_of(self.input, chunk)
+            self.x = self.part_of(self.all_input, chunk)
             if self.rows.size is not None:
                 self.x = whole_chunk(self.x, min(self.size, self.rows.number - start))
             yield chunk, logits_of(self.x, self.head, self.head_bias, self.dtype)
 
     def add(self, chunk: slice, logits: Tensor) -> None:
-        x, gradient = self.x, logits.to(self.input.dtype)
+        x, gradient = self.x, logits.to(self.all_input.dtype)
         shares = None if self.shares is None else self.part_of(self.shares, chunk)
         if self.mask[0]:
             self.grads[0].append(torch.mm(gradient, self.head))
@@ -93,7 +93,7 @@ class ExportedProducts(Functional, Products):
             self.grads[2].append(times(gradient.to(dtype), shares).sum(0))
 
     def gradients(self, shape: torch.Size, factors: RowFactors | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        none, dtypes = self.input.new_empty(0), (self.sum_dtype, reference.accumulator(self.input))
+        none, dtypes = self.all_input.new_empty(0), (self.sum_dtype, reference.accumulator(self.all_input))
         grad_input = self.rows.unpack(concatenated(self.grads[0])).view(shape) if self.grads[0] else none
         weight, bias = (
             sum(parts[1:], parts[0]) if parts else none.to(t) for parts, t in zip(self.grads[1:], dtypes, strict=True)

@@ -33,11 +33,11 @@ class ComputedRows:
         self.number = self.target.shape[0]
 
     def pack(self, values: Tensor) -> Tensor:
-        """(..., *), where ... is the target's shape, to (number, *)."""
+        """(..., *), where ... is the target's shape, to (number, *); of a target (N,), the values themselves."""
         return values if self.dims == 1 else values.reshape(self.target.shape[0], *values.shape[self.dims :])
 
     def pack_grads(self, values: Tensor) -> Tensor:
-        """The same for upstream gradients, (...): 0 in rows that are not computed."""
+        """The same for upstream gradients, one number a row: 0 in rows that are not computed."""
         return self.pack(values)
 
     def pack_classes(self, classes: Tensor) -> Tensor:

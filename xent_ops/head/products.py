@@ -87,7 +87,7 @@ class Products(InPlace):
     """Computes logits of chunks, and from their gradients those of input (N, H), linear_weight and linear_bias."""
 
     other_heads: Sequence[Products] = ()  # other heads, whose chunks have the same rows
-    shares: Tensor | None = None
+    shares: Tensor | None = None  # factors of rows, while ``run`` makes gradients
 
     def __init__(
         self,

@@ -253,6 +253,8 @@ class _OfSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask = ctx.saved_tensors[0].to(grad.dtype)
+        if mask.numel() == 0:  # a part of a sequence without tokens
+            return grad.new_zeros(()), None, None
         # The rows of the largest factor know the number best; squares of factors could overflow or vanish.
         largest, place = mask.abs().flatten().max(0)
         number = torch.where(largest > 0, grad.flatten()[place] / mask.flatten()[place], 0.0)

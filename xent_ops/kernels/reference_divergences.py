@@ -69,7 +69,7 @@ def divergences_forward(
     columns, all_classes = spec.columns(logits, class_start), class_start is None
     x, y = _x(logits, spec.student(), columns, dtype), _x(teacher_logits, spec.teacher(), columns, dtype)
     zero = x.new_zeros(x.shape[:-1])
-    values, student_kl, lower_mass = dict.fromkeys(FIELDS, zero), zero, zero
+    values, student_kl, lower_mass = dict.fromkeys(FIELDS, zero), zero, zero  # one tensor, which nobody writes
     if joined is None:
         (log_s, lse), (log_t, lse_t) = _log_softmax(x), _log_softmax(y)
         hard_lse, lse_all = lse, lse_t if teacher_lse is None else teacher_lse.to(dtype)

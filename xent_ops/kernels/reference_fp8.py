@@ -62,7 +62,10 @@ def gradient_rows(
     options: RowOptions,
     first_row: int = 0,
 ) -> GradientRows:
-    """Arguments as for reference.cross_entropy_backward. ``first_row``: the number of the first of these rows."""
+    """Arguments as for reference.cross_entropy_backward. ``first_row``: the number of the first of these rows.
+
+    ``divisors`` are applied before, and ``grad_dtype`` is not read.
+    """
     width = logits.shape[1]
     classes = width if num_classes is None else num_classes
     total, b, c, _ = reference.gradient_coefficients(

@@ -217,7 +217,7 @@ def required(name: str, value: Any) -> None:
 
 
 def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
-    """The divisor of a sum, as a tensor () on the input's device."""
+    """The divisor of a sum, as a tensor () on the input's device. Raises for one that does not fit."""
     if value is None:
         return None
     if not isinstance(value, Tensor):

@@ -38,13 +38,17 @@ class SignatureCache:
     def __init__(self) -> None:
         self._values: dict[Signature, Any] = {}
         self._lock = threading.Lock()
-        self.get, self.clear = self._values.get, self._values.clear
+        self.get = self._values.get
 
     def put(self, signature: Signature, value: Any) -> None:
         with self._lock:
             if len(self._values) >= self.SIZE:
                 del self._values[next(iter(self._values))]
             self._values[signature] = value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
 
     def __len__(self) -> int:
         return len(self._values)

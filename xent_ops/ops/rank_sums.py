@@ -37,8 +37,8 @@ def gather(tensor: Tensor, world: int, group_name: str) -> Tensor:
 def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_order: bool) -> Tensor:
     """The sum of (n, ...); with ``scattered``, this rank's (n / world, ...) of it. Call wait on it.
 
-    In eager the sum may be written over the tensor: ``all_reduce`` would copy it first. A graph has ``all_reduce``,
-    which Inductor lowers to ``all_reduce_``.
+    The caller gives the tensor away, and it is contiguous: in eager the sum may be written over it, because
+    ``all_reduce`` would copy it first. A graph has ``all_reduce``, which Inductor lowers to ``all_reduce_``.
     """
     if scattered:
         if in_rank_order:

@@ -112,16 +112,24 @@ class _Call:
         )
 
     def __call__(
-        self, logits: Tensor, teacher_logits: Tensor, target: Tensor, *row_args: Tensor, grad: Tensor | None = None
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        target: Tensor,
+        values: Tensor,  # of the accumulator's dtype, also in the place of tensors that are not used
+        *,
+        lse_all: Tensor | None = None,
+        upstream: Tensor | None = None,
+        joined: Tensor | None = None,
+        statistics: Tensor | None = None,
+        grad: Tensor | None = None,
     ) -> None:
-        """``row_args``: lse_all, upstream, values, joined and statistics of the kernel.
-
-        Pass any tensor of the accumulator's dtype for one that is not used.
-        """
-        if not self.empty:
-            rows = self.rows(logits)
-            grad = rows if grad is None else grad
-            self.launch(rows, self.teacher_rows(teacher_logits), self.target(target), *row_args, grad)
+        if self.empty:
+            return
+        rows, tensors = self.rows(logits), (lse_all, upstream, values, joined, statistics)
+        row_args = [values if tensor is None else tensor for tensor in tensors]
+        grad = rows if grad is None else grad
+        self.launch(rows, self.teacher_rows(teacher_logits), self.target(target), *row_args, grad)
 
 
 @launcher
@@ -150,8 +158,8 @@ def divergences_forward(
         *_: Any,
     ) -> tuple[Tensor, Tensor]:
         values, statistics = new_values(), new_statistics()
-        lse_all, read = as_lse(teacher_lse, values), as_joined(joined, values)
-        call(logits, teacher_logits, target, lse_all, values, values, read, statistics)
+        row_args = {"lse_all": as_lse(teacher_lse, values), "joined": as_joined(joined, values)}
+        call(logits, teacher_logits, target, values, **row_args, statistics=statistics)
         return values, statistics
 
     return run
@@ -185,8 +193,7 @@ def divergences_backward(
         *_: Any,
     ) -> None:
         saved = as_statistics(statistics)
-        row_args = (saved, as_upstream(grad_values), saved, saved, saved)
-        call(logits, teacher_logits, target, *row_args, grad=gradient)
+        call(logits, teacher_logits, target, saved, upstream=as_upstream(grad_values), joined=saved, grad=gradient)
 
     return write
 
@@ -210,7 +217,7 @@ def divergences_with_grad(
         gradient: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor
     ) -> tuple[Tensor]:
         loss = new_loss()
-        call(logits, teacher_logits, target, loss, call.upstream(grad_scale), loss, loss, loss, grad=gradient)
+        call(logits, teacher_logits, target, loss, upstream=call.upstream(grad_scale), grad=gradient)
         return (loss,)
 
     return write

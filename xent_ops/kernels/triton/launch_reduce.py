@@ -26,6 +26,7 @@ def _prepare_sums(
     dtype: torch.dtype,
     device: torch.device,
     flags: SumFlags,
+    *,
     classes: int = 0,
     ignore_index: int = 0,
     lse_square_scale: float = 0.0,
@@ -85,8 +86,9 @@ def prepare_reduce(
     ``weight``: of classes, or with ``row_weights`` of rows; any tensor where there are no weights.
     """
     flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weighted, row_weights=row_weights)
-    like = (target.numel(), accumulator(logits), logits.device)
-    sums = _prepare_sums(*like, flags, logits.shape[-1], options.ignore_index, lse_square_scale)
+    like = (target.numel(), accumulator(logits), logits.device, flags)
+    numbers: dict[str, Any] = {"ignore_index": options.ignore_index, "lse_square_scale": lse_square_scale}
+    sums = _prepare_sums(*like, classes=logits.shape[-1], **numbers)
     as_targets = dense_like(target)
 
     def reduce(loss: Tensor, lse: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -137,7 +139,8 @@ def row_divisors(
     weighted, by_token = mean and weight is not None, token_weight is not None
     flags = SumFlags(targets=True, weights=weighted, token_weights=by_token, given=0 if mean else 1, factors=by_token)
     number, classes = target.numel() if mean or by_token else 0, 0 if weight is None else weight.shape[0]
-    sums = _prepare_sums(number, dtype, device, flags, classes, options.ignore_index, lse_square_scale)
+    numbers: dict[str, Any] = {"ignore_index": options.ignore_index, "lse_square_scale": lse_square_scale}
+    sums = _prepare_sums(number, dtype, device, flags, classes=classes, **numbers)
     as_targets = dense_like(target)
     as_weights, as_tokens = optional_like(weight, dtype), optional_like(token_weight)
     new_nothing = new_tensor((0,), dtype, device)
@@ -179,7 +182,8 @@ def row_summary(
     flags = SumFlags(True, mean=reduction == "mean", targets=True, weights=weight is not None, given=given)
     flags = flags._replace(token_weights=token_weight is not None, hits=argmax is not None)
     like, classes = (target.numel(), dtype, loss.device), 0 if weight is None else weight.shape[0]
-    sums = _prepare_sums(*like, flags, classes, options.ignore_index, lse_square_scale)
+    numbers: dict[str, Any] = {"ignore_index": options.ignore_index, "lse_square_scale": lse_square_scale}
+    sums = _prepare_sums(*like, flags, classes=classes, **numbers)
     as_loss, as_lse, as_targets = dense_like(loss), dense_like(lse), dense_like(target)
     as_weights, as_tokens, as_argmax = optional_like(weight, dtype), optional_like(token_weight), optional_like(argmax)
     as_divisors = dense_like(divisors) if divisors is not None and given == 2 else lambda divisors: divisors

@@ -88,9 +88,9 @@ def _prepare_with_grad(call: _Call) -> Kernel:
     if shared is None:
         return general
 
-    def choose(outputs: tuple[Tensor, ...], gradient: Tensor, *row_args: Any) -> None:
-        kernel = general if row_args[0].data_ptr() % 16 else shared
-        kernel(outputs, gradient, *row_args)
+    def choose(outputs: tuple[Tensor, ...], gradient: Tensor, logits: Tensor, *args: Tensor | None) -> None:
+        kernel = general if logits.data_ptr() % 16 else shared
+        kernel(outputs, gradient, logits, *args)
 
     return choose
 
@@ -164,8 +164,15 @@ def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
             **tiling,
         )
 
-    def kernel(outputs: tuple[Tensor, ...], gradient: Tensor, *row_args: Any) -> None:
-        logits, target, grad_scale, grad_lse_square, weight = row_args
+    def kernel(
+        outputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None,
+        weight: Tensor | None,
+    ) -> None:
         lse = outputs[1]
         if words:
             extra = torch.zeros(words, dtype=torch.int64, device=lse.device)
@@ -194,8 +201,15 @@ def _prepare_two_visits(call: _Call) -> Kernel:
     keywords = {"lse_low": row, "grad_dtype": call.grad_dtype, "options": options, "narrow": call.narrow}
     backward = cross_entropy_backward(call.out_strides, *backward_args, **keywords)
 
-    def kernel(outputs: tuple[Tensor, ...], gradient: Tensor, *row_args: Any) -> None:
-        logits, target, grad_scale, grad_lse_square, weight = row_args
+    def kernel(
+        outputs: tuple[Tensor, ...],
+        gradient: Tensor,
+        logits: Tensor,
+        target: Tensor,
+        grad_scale: Tensor,
+        grad_lse_square: Tensor | None,
+        weight: Tensor | None,
+    ) -> None:
         lse, lse_low = outputs[1], torch.empty_like(outputs[1])
         forward(logits, target, weight, *outputs, lse_low)
         grad_lse = grad_lse_of_square(grad_lse_square, lse, target, options.ignore_index)
