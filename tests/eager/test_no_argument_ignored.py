@@ -49,7 +49,9 @@ def randn(*shape, seed=1):
 
 
 def of_tokens(stats, *rows):
-    value = stats.lse - 0.3 * stats.entropy - stats.log_probs.reshape(len(stats.lse), -1).sum(-1)
+    value = (
+        stats.lse - 0.3 * stats.entropy - (stats.log_probs.sum(-1) if stats.log_probs.dim() > 1 else stats.log_probs)
+    )
     return value * rows[0] if rows else value
 
 

@@ -45,10 +45,10 @@ def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 
 def _reduced_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
-    updates = {}
+    kept = saved(ctx)
     if torch.is_grad_enabled():  # A second derivative needs an lse that depends on the logits.
-        _, updates["lse"], _, _, updates["lse_low"] = run("cross_entropy_forward", saved(ctx))
-    return {"logits": run_backward(ctx, grad_value, **updates)}
+        _, kept["lse"], _, _, kept["lse_low"] = run("cross_entropy_forward", kept)
+    return {"logits": run_backward(ctx, grad_value, kept)}
 
 
 def _second_backward(ctx: Any, grad: Tensor) -> Gradients:

@@ -331,16 +331,19 @@ def run(name: str, values: Mapping[str, Any]) -> Any:
     return operator(*call[: len(call) - len(keywords)], **keywords)
 
 
-def run_backward(ctx: Any, grad_loss: Tensor | None, **updates: Any) -> Any:
+def run_backward(ctx: Any, grad_loss: Tensor | None, kept: dict[str, Any] | None = None, **updates: Any) -> Any:
     """Run the operator that ``save_for`` named, with the values that it kept and with these updates.
 
-    An entropy without a gradient is left out. Beside an lse, a loss without a gradient gets a gradient of 0.
+    An entropy without a gradient is left out. Beside an lse, a loss without a gradient gets a gradient of 0, and so do
+    classes named by ids. ``kept``: what ``saved`` returned. A checkpoint lets a backward unpack its tensors once.
     """
-    values = saved(ctx) | updates
+    values = (saved(ctx) if kept is None else kept) | updates
     if updates.get("grad_entropy") is None:
         values.pop("entropy", None)
     lse = values.get("lse")
     values["grad_loss"] = lse.new_zeros(()) if grad_loss is None and lse is not None else grad_loss
+    if lse is not None and values.get("ids") is not None and updates.get("grad_ids") is None:
+        values["grad_ids"] = lse.new_zeros(values["ids"].shape)
     return run(ctx.kept[0], values)
 
 

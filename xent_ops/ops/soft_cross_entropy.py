@@ -34,7 +34,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Gr
         grad_loss = values["lse"].new_zeros(()).expand(values["lse"].shape)
     gradients: dict[str, Tensor | None] = {}
     if needs_grad(ctx, "logits"):
-        gradients["logits"] = run_backward(ctx, grad_loss, grad_lse=grad_lse)
+        gradients["logits"] = run_backward(ctx, grad_loss, values, grad_lse=grad_lse)
     if needs_grad(ctx, "probabilities") or needs_grad(ctx, "weight"):
         names = ("logits", "probabilities", "lse", "weight")
         target_grads = reference_soft.soft_target_gradients(

@@ -11,7 +11,7 @@ from ..head import ids as head_ids
 from ..kernels import reference_ids
 from . import checks
 from .contract import Call
-from .library import Gradients, autograd, operator, run_backward, save_for, save_nothing, saved
+from .library import Gradients, autograd, operator, run_backward, save_for, save_nothing
 from .rules import check_targets
 from .second_order import refuse_second_derivatives
 
@@ -40,15 +40,8 @@ def save(backward: str) -> Any:
     return save_rows
 
 
-def upstream(ctx: Any, grad_ids: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None) -> dict[str, Any]:
-    if grad_ids is None:
-        values = saved(ctx)
-        grad_ids = values["lse"].new_zeros(values["ids"].shape)
-    return {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-    return {"logits": run_backward(ctx, None, **upstream(ctx, *grads))}
+def _backward(ctx: Any, grad_ids: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+    return {"logits": run_backward(ctx, None, grad_ids=grad_ids, grad_lse=grad_lse, grad_entropy=grad_entropy)}
 
 
 operator("row_targets", reference=reference_ids.row_targets, results={"target": ("int64", "...", "")})

@@ -14,7 +14,6 @@ from .contract import Call
 from .library import Gradients, autograd, operator, run_backward, save_for
 from .linear.operators import by_name, mask_of
 from .rules import check_targets, width
-from .token_logits import upstream
 
 
 def _classes(call: Call) -> tuple[int, ...]:
@@ -50,7 +49,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 
 def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, _rank: None) -> Gradients:
-    mask, grads = mask_of(ctx), upstream(ctx, grad_at_ids, grad_lse, grad_entropy)
+    mask, grads = mask_of(ctx), {"grad_ids": grad_at_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask, ignore_index=DEFAULTS.ignore_index))
 
 

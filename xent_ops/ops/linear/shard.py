@@ -20,7 +20,6 @@ from ..contract import Call
 from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for
 from ..rules import check_targets
 from ..second_order import without_derivative
-from ..token_logits import upstream
 from .operators import by_name, mask_of
 
 
@@ -42,9 +41,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 def _backward(ctx: Any, grad_loss: Any, grad_lse: Any, *grads: Any) -> Gradients:
     _target_weight, _lse_coefficient, grad_entropy, _lse_low, grad_ids = grads
-    updates = {"grad_lse": grad_lse, "grad_entropy": grad_entropy}
-    if ctx.kept[0] == "linear_token_logits_backward":
-        updates = upstream(ctx, grad_ids, grad_lse, grad_entropy)
+    updates = {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     gradients = by_name(ctx.mask, run_backward(ctx, grad_loss, **updates, output_mask=ctx.mask))
     total = gradients.get("input")
     if total is not None and ctx.group_name:

@@ -10,13 +10,14 @@ from ...head import ids as head_ids
 from ..library import Gradients, autograd, operator, run_backward, save_nothing
 from ..rules import check_targets
 from ..second_order import refuse_second_derivatives
-from ..token_logits import save, upstream
+from ..token_logits import save
 from .operators import by_name, mask_of
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+def _backward(ctx: Any, grad_ids: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
     mask = mask_of(ctx)
-    return by_name(mask, run_backward(ctx, None, **upstream(ctx, *grads), output_mask=mask))
+    grads: dict[str, Any] = {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
+    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
 
 
 operator("linear_token_logits", reference=head_ids.statistics, check_values=check_targets, calls_operators=True)

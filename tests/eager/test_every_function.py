@@ -1,0 +1,200 @@
+"""What all functions do alike: ignored rows, chunks, autocast, checkpoints, several backwards, what they refuse."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from test_no_argument_ignored import CALLS, IDS, TARGET, N, V, of_divergences, of_name, of_tokens, parameters, randn
+from torch.func import jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+LOCAL = [name for name in CALLS if "." not in name and not inspect.isclass(of_name(name))]
+HIDDEN = ("input", "teacher_input")
+HEADS = ("linear_weight", "teacher_weight")
+LEAVES = ("input", "linear_weight")
+IGNORED = [1, 4]
+NO_TARGET = ("class probabilities", "no target", "")  # no row is ignored
+
+
+def each(*names, but=()):
+    """Parametrises a test with the functions that have all these parameters, each with its bases."""
+    cases = [(name, label) for name in LOCAL for label in CALLS[name] if not {"DTensors", *but} & {name, label}]
+    return pytest.mark.parametrize("name, label", [case for case in cases if {*names} <= {*parameters(case[0])}])
+
+
+def arguments(name, label, device, dtype=torch.float64, ignored=()):
+    """Of a call on N rows, whose leaves require grad."""
+    base = dict(CALLS[name][label])
+    if base["input"].dim() > 2:
+        target = {"several classes": IDS, "class probabilities": randn(N, V, seed=5).softmax(1)}.get(label, TARGET)
+        base |= {"input": randn(N, V), "target": target, "dim": -1}
+    for key, value in base.items():
+        if isinstance(value, torch.Tensor):
+            base[key] = value.detach().to(device, dtype if value.is_floating_point() else None, copy=True)
+            base[key].requires_grad_(key in LEAVES)
+    if len(ignored) > 0:
+        base["ids" if "ids" in base else "target"][ignored] = -100
+    return base
+
+
+def replaced(given, **values):
+    """The same call with other tensors, which require grad where they did."""
+    return given | {key: value.detach().requires_grad_(given[key].requires_grad) for key, value in values.items()}
+
+
+def results_of(name, given):
+    """All but the lse, which an ignored row has too."""
+    found = of_name(name)(**given)
+    fields = found._asdict() if hasattr(found, "_asdict") else {"loss": found}
+    return [value for field, value in fields.items() if value is not None and field != "lse"]
+
+
+def gradients(results, given, upstream=lambda value: torch.full_like(value, 0.75), **options):
+    scalars = [value for value in results if value.requires_grad]
+    upstream = [upstream(value.detach()) for value in scalars]
+    return torch.autograd.grad(scalars, [given[key] for key in LEAVES if key in given], upstream, **options)
+
+
+def run(name, given):
+    results = results_of(name, given)
+    return [value.detach() for value in results], gradients(results, given)
+
+
+def read_all(stats, *rows):
+    """Of an ignored row the derivatives are not finite: its divergences and its entropy are zeros."""
+    if hasattr(stats, "overlap"):
+        return of_divergences(stats, *rows) + stats.overlap.log() + stats.kl.sqrt()
+    return of_tokens(stats, *rows) + stats.entropy.log()
+
+
+@each(but=NO_TARGET)
+def test_what_an_ignored_row_holds_counts_for_nothing(device, name, label):
+    """Not-a-numbers of padding, of its weights and its teacher reach neither a result nor another row's gradient."""
+    given = arguments(name, label, device, ignored=IGNORED)
+
+    def call(value, **more):
+        rows = {key: given[key].detach().clone() for key in HIDDEN if key in given}
+        weight = randn(N, seed=6).abs().to(device)
+        for tensor in (*rows.values(), weight):
+            tensor[IGNORED] = value
+        more |= {"token_weight": weight} if "token_weight" in parameters(name) else {}
+        more |= {"fn": read_all, "rows": (weight,)} if "fn" in given else {}
+        return run(name, replaced(given, **rows) | more)
+
+    wanted, (of_input, *of_head) = call(1.0)
+    for skip in ({}, {"skip_ignored": True, "chunk_rows": 4}) if "skip_ignored" in parameters(name) else ({},):
+        found, (of_bad, *of_bad_head) = call(math.nan, **skip)
+        torch.testing.assert_close(found, wanted)
+        assert not of_bad[IGNORED].any()
+        torch.testing.assert_close(of_bad, of_input)
+        if skip and device == "cpu":  # else a zero is multiplied by NaN, as nn.Linear's. A GPU skips 16-bit rows.
+            torch.testing.assert_close(of_bad_head, of_head)
+
+
+@each("skip_ignored", but=NO_TARGET)
+def test_chunks_and_skipped_rows_change_nothing(device, name, label):
+    given = arguments(name, label, device, ignored=IGNORED)
+    wanted = run(name, given)
+    for how in ({"chunk_rows": 4}, {"skip_ignored": True}, {"skip_ignored": True, "chunk_rows": 2}):
+        torch.testing.assert_close(run(name, given | how), wanted)
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["all are ignored", "no rows"])
+@each("reduction", but=NO_TARGET)
+def test_nothing_is_counted(device, name, label, ignored):
+    """A mean of none is NaN, as in torch; a sum is 0, with gradients of 0."""
+    given = arguments(name, label, device, ignored=range(N) if ignored else ())
+    if not ignored:
+        rows = {key: given[key][:0] for key in (*HIDDEN, "target", "ids", "probs") if key in given}
+        given = replaced(given, **rows)
+    for reduction, more in (("mean", {}), ("sum", {"divisor": 3.0} if "divisor" in parameters(name) else {})):
+        results = results_of(name, given | {"reduction": reduction, **more})
+        assert results[0].isnan() if reduction == "mean" else results[0] == 0
+        assert not any(grad.any() for grad in gradients(results, given)) or reduction == "mean"
+
+
+@each("linear_weight")
+def test_autocast(device, name, label):
+    """Hidden states and heads are cast, as nn.Linear's; gradients have the dtype of their leaf."""
+    given = arguments(name, label, device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        results = results_of(name, given)
+    low = {key: given[key].bfloat16() for key in (*HIDDEN, *HEADS) if key in given}
+    wanted, of_low = run(name, replaced(given, **low))
+    torch.testing.assert_close([value.detach() for value in results], wanted, rtol=0, atol=0)
+    for grad, right in zip(gradients(results, given), of_low, strict=True):
+        assert grad.dtype == torch.float32 and torch.equal(grad, right.float())
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@each()
+def test_inside_a_checkpoint(device, name, label, reentrant):
+    """Which runs the forward twice."""
+    given = arguments(name, label, device)
+    names = [key for key in LEAVES if key in given]
+
+    def step(*leaves):
+        hidden = dict(zip(names, leaves, strict=True))
+        results = results_of(name, given | hidden | {"input": hidden["input"].sin()})
+        return sum(value.sum() for value in results if value.is_floating_point())
+
+    leaves = [given[key] for key in names]
+    wanted = torch.autograd.grad(step(*leaves), leaves)
+    checkpoint(step, *leaves, use_reentrant=reentrant).backward()
+    torch.testing.assert_close([leaf.grad for leaf in leaves], list(wanted))
+
+
+@each()
+def test_later_backwards(device, name, label):
+    """The same gradients, and those of the loss in two places; once the graph is gone, an error."""
+    given = arguments(name, label, device)
+    results = results_of(name, given)
+    wanted = gradients(results, given, retain_graph=True)
+    torch.testing.assert_close(gradients(results, given, retain_graph=True), wanted)
+    twice = [2 * value + value.square() for value in results if value.requires_grad]
+    found = gradients(twice, given, torch.ones_like, retain_graph=True)
+    torch.testing.assert_close(found, gradients(results, given, lambda value: 2 + 2 * value, retain_graph=True))
+    torch.testing.assert_close(gradients(results, given), wanted)
+    with pytest.raises(RuntimeError, match=r"second time|given away by its first backward"):
+        gradients(results, given)
+
+
+@each(but=("cross_entropy", "top_k"))
+def test_transforms_are_refused(device, name, label):
+    given = arguments(name, label, device)
+
+    def function(key):
+        return lambda tensor: results_of(name, given | {key: tensor})[0].sum()
+
+    for key in {*LEAVES} & {*given}:
+        one = given[key].detach()
+        for transform in (torch.func.grad, vmap, lambda f: lambda x: jvp(f, (x,), (x,))):
+            with pytest.raises(NotImplementedError, match=f"xent_ops.{name} inside a functorch transform"):
+                transform(function(key))(one)
+
+
+class LikeDTensor(torch.Tensor):
+    device_mesh = None
+
+
+@pytest.mark.parametrize("name", [name for name in LOCAL if "distillation" in name or "token_loss" in name])
+def test_dtensors_are_refused(device, name):
+    """Of distillation; of a function of tokens where a row has several classes."""
+    label = [*CALLS[name]][1 if name in ("token_loss", "linear_token_loss") else 0]
+    given = arguments(name, label, device)
+    for key in {*HIDDEN, *HEADS} & {*given}:
+        with pytest.raises(NotImplementedError, match=rf"{name} of DTensors"):
+            of_name(name)(**given | {key: given[key].detach().as_subclass(LikeDTensor)})
+
+
+def test_an_operator_inside_a_checkpoint_unpacks_its_tensors_once(device):
+    """Also for a second derivative of a mean, and for the entropy of ids alone."""
+    x, ids = randn(N, V).double().to(device).requires_grad_(), IDS.to(device)
+    for step, second in (
+        (lambda x: torch.ops.xent.cross_entropy_reduced(x, ids[:, 0])[0], True),
+        (lambda x: torch.ops.xent.token_logits(x, ids, with_entropy=True)[2].sum(), False),
+    ):
+        (grad,) = torch.autograd.grad(checkpoint(step, x, use_reentrant=False), x, create_graph=second)
+        torch.testing.assert_close(grad.detach(), torch.autograd.grad(step(x), x)[0])
+        assert not second or torch.autograd.grad(grad.square().sum(), x)[0].any()
