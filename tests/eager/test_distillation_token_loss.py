@@ -1,14 +1,11 @@
 """Losses that are a user's function of a token's divergences: values and gradients beside float64, costs, refusals."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.covering import covering
 from helpers.dispatch_log import operators_of
 from helpers.divergence_oracle import divergences, rounded
-from torch.utils.checkpoint import checkpoint
 
 import xent_ops
 
@@ -150,62 +147,6 @@ def test_padded_heads(device):
     grad, right = torch.autograd.grad(loss, padded)[0], torch.autograd.grad(plain, student[1])[0]
     torch.testing.assert_close(grad[:V], right)
     assert not grad[V:].any()
-
-
-def test_ignored_rows_are_never_read(device):
-    """Exact zeros, with and without the products of these rows, also where a function's derivative is not finite."""
-    student, teacher, ids, target = problem(device, classes=True)
-    x, ignored = student[0].detach().clone(), target == -100
-    x[ignored], teacher[0][ignored] = math.nan, math.nan
-
-    def fn(d):
-        return d.overlap.log() + d.kl.sqrt()  # both derivatives are infinite at 0, which ignored rows have
-
-    clean = [t.detach().clone().requires_grad_() for t in student]
-    clean_teacher = [teacher[0].nan_to_num(0.0), *teacher[1:]]
-    right = call(clean, clean_teacher, fn, target=target, classes=ids)
-    grads = torch.autograd.grad(right, clean)
-    for skip in (False, True):
-        leaves = [x.clone().requires_grad_(), *student[1:]]
-        loss = call(leaves, teacher, fn, target=target, classes=ids, skip_ignored=skip, chunk_rows=2)
-        torch.testing.assert_close(loss, right)
-        found = torch.autograd.grad(loss, leaves)
-        assert not found[0][ignored].any()
-        # Without it the weight's gradient multiplies a zero by NaN, as nn.Linear's does. A GPU skips no float32 rows.
-        if skip and device == "cpu":
-            torch.testing.assert_close(found, grads)
-
-
-def test_skip_ignored_is_what_all_rows_give(device):
-    student, teacher, ids, target = problem(device, classes=True)
-    weight = torch.rand(N, generator=torch.Generator().manual_seed(3)).to(device)
-    options = {"rows": (weight,), "target": target, "classes": ids, "chunk_rows": 2}
-    results = []
-    for skip in (False, True):
-        loss = call(student, teacher, weighted, skip_ignored=skip, **options)
-        results.append((loss.detach(), *torch.autograd.grad(loss, student)))
-    torch.testing.assert_close(*results)
-
-
-def test_float16_under_a_loss_scale(device):
-    """The coefficients are unknown before the function ran, so rows' operators serve: no part of a gradient is lost."""
-    student, teacher, ids, _ = problem(device, torch.float16, True)
-    for fn in (nla, lk):
-        small = call(student, teacher, fn, reduction="sum", divisor=2.0**24, classes=ids) * 2.0**24
-        plain = call(student, teacher, fn, reduction="sum", classes=ids)
-        found, right = (torch.autograd.grad(loss, student) for loss in (small, plain))
-        torch.testing.assert_close(found, right)
-
-
-def test_a_checkpoint(device):
-    student, teacher, ids, target = problem(device, classes=True)
-
-    def step(x, w, b):
-        return call((x, w, b), teacher, lk, classes=ids, target=target)
-
-    plain = torch.autograd.grad(step(*student), student)
-    again = torch.autograd.grad(checkpoint(step, *student, use_reentrant=False), student)
-    torch.testing.assert_close(again, plain)
 
 
 def test_the_teacher_renormalised_everywhere_needs_no_argument(device):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from test_no_argument_ignored import CALLS, IDS, TARGET, N, V, of_divergences, of_name, of_tokens, parameters, randn
+from torch.autograd import forward_ad
 from torch.func import jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -160,6 +161,14 @@ def test_later_backwards(device, name, label):
         gradients(results, given)
 
 
+def dual(function):
+    def call(x):
+        with forward_ad.dual_level():
+            function(forward_ad.make_dual(x, x))
+
+    return call
+
+
 @each(but=("cross_entropy", "top_k"))
 def test_transforms_are_refused(device, name, label):
     given = arguments(name, label, device)
@@ -169,7 +178,7 @@ def test_transforms_are_refused(device, name, label):
 
     for key in {*LEAVES} & {*given}:
         one = given[key].detach()
-        for transform in (torch.func.grad, vmap, lambda f: lambda x: jvp(f, (x,), (x,))):
+        for transform in (torch.func.grad, vmap, lambda f: lambda x: jvp(f, (x,), (x,)), dual):
             with pytest.raises(NotImplementedError, match=f"xent_ops.{name} inside a functorch transform"):
                 transform(function(key))(one)
 

@@ -13,6 +13,10 @@ def negative(stats, factors):
     return -factors * stats.log_probs
 
 
+def kl_and_jsd(stats, factors):
+    return factors * (stats.kl + stats.jsd)
+
+
 def problem(device, dtype):
     """(hidden states, head, targets, a teacher's hidden states), the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(0)
@@ -47,6 +51,9 @@ LOSSES = {
     ),
     "distillation": lambda h, w, t, f, other: xent_ops.linear_distillation_loss(
         h, w, other, w.detach() * 0.5, target=t, token_weight=f, reduction="sum", divisor=N
+    ),
+    "divergences": lambda h, w, t, f, other: xent_ops.linear_distillation_token_loss(
+        h, w, other, w.detach() * 0.5, kl_and_jsd, rows=(f,), target=t
     ),
     "top k": lambda h, w, t, f, other: of_few(h, w, t, f),
     "tail": lambda h, w, t, f, other: of_few(h, w, t, f, tail=True),

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -148,30 +147,6 @@ def test_meta_device(reduction):
 
 
 # Transforms
-
-
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_outputs", "linear_token_log_probs"])
-def test_transforms_raise_rather_than_lie(tensors, name):
-    x, head, target = (tensor.detach() for tensor in tensors)
-
-    def function(head):
-        found = getattr(xent_ops, name)(x, head, target)
-        return found if isinstance(found, torch.Tensor) else found[0]
-
-    def dual(function):
-        with forward_ad.dual_level():
-            function(forward_ad.make_dual(head, head))
-
-    for transform in (
-        lambda f: grad(lambda h: f(h).sum())(head),
-        lambda f: vmap(f)(head.unsqueeze(0)),
-        lambda f: jvp(f, (head,), (head,)),
-        dual,
-    ):
-        with pytest.raises(
-            NotImplementedError, match=f"xent_ops.{name} inside a functorch .* F.linear makes its logits"
-        ):
-            transform(function)
 
 
 def test_all_logits_take_transforms_and_class_probabilities(tensors):

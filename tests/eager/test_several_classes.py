@@ -194,14 +194,3 @@ def test_ids_out_of_range(device):
         grad = torch.autograd.grad(value.sum(), x)[0]
         assert grad[1].isnan().all() and grad.isnan().any(-1).sum() == 1
     assert xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1), reduction="sum").isnan()
-
-
-def test_of_dtensors_is_refused(device):
-    x, head, _, ids, _ = problem(device, torch.float32)
-
-    class LikeDTensor(torch.Tensor):
-        device_mesh = None
-
-    x = x.detach().as_subclass(LikeDTensor)
-    with pytest.raises(NotImplementedError, match="linear_token_loss of DTensors takes one class a row"):
-        xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1), reduction="sum")

@@ -86,25 +86,6 @@ BOTH = pytest.mark.parametrize("function", [of_head, of_logits], ids=["linear", 
 
 
 @BOTH
-def test_what_an_ignored_token_has_counts_for_nothing(device, function):
-    x, head, _, target = problem(device)
-    ignored = target == -100
-    nan = torch.where(ignored, math.nan, 1.0)
-    poisoned = torch.where(ignored.unsqueeze(-1), math.inf, x.detach()).requires_grad_()
-
-    def fn(stats, factor):
-        return -stats.log_probs * factor + (stats.lse * factor).sqrt() + (stats.entropy + factor - 1).log()
-
-    loss = function(x, head, target, fn, rows=(nan,))
-    grads = torch.autograd.grad(loss, (x, head))
-    assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
-    assert (grads[0][ignored] == 0).all() and (grads[0][~ignored] != 0).any()
-    clean = function(x, head, target, fn, rows=(nan.nan_to_num(1.0),))
-    torch.testing.assert_close(clean, loss)
-    assert function(poisoned.detach(), head, target, fn, rows=(nan,)).isfinite()
-
-
-@BOTH
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,)], ids=str)
 def test_few_tokens(device, function, shape):
     x, head, _, target = problem(device, rows=shape)
@@ -226,33 +207,17 @@ def test_skipping(device, ignored):
     assert_close(results[1], [value.double() for value in results[0]], dtype)
 
 
-def test_later_backwards(device):
+def test_a_hook_sees_the_gradient_and_there_is_no_second(device):
     x, head, bias, target = problem(device)
     loss = xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias, reduction="sum")
-    leaves = (x, head, bias)
-    grads = torch.autograd.grad(loss, leaves, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(2 * loss + loss.square(), leaves, retain_graph=True)[1],
-                               (2 + 2 * loss.detach()) * grads[1])  # fmt: skip
-    torch.testing.assert_close(torch.autograd.grad(loss, leaves), grads)
-    with pytest.raises(RuntimeError, match="given away"):
-        loss.backward()
+    (grad,) = torch.autograd.grad(loss, x)
     with pytest.raises(RuntimeError, match="linear_token_loss, has no second derivative"):
         once = xent_ops.linear_token_loss(x, head, target, focal, reduction="sum")
         torch.autograd.grad(once, x, create_graph=True)
     seen = []
     x.register_hook(lambda grad: seen.append(grad.clone()))
     xent_ops.linear_token_loss(x, head, target, focal, linear_bias=bias, reduction="sum").backward()
-    torch.testing.assert_close(seen[0], grads[0])
-
-
-def test_autocast(device):
-    x, head, _, target = problem(device)
-    with torch.autocast(device, torch.bfloat16):
-        loss = xent_ops.linear_token_loss(x, head, target, focal, reduction="sum")
-    grads = torch.autograd.grad(loss, (x, head))
-    half = xent_ops.linear_token_loss(x.bfloat16(), head.bfloat16(), target, focal, reduction="sum")
-    torch.testing.assert_close(loss, half)
-    torch.testing.assert_close(grads, torch.autograd.grad(half, (x, head)))
+    torch.testing.assert_close(seen[0], grad)
 
 
 def test_the_callers_tensors_stay_as_they_are(device):
@@ -384,10 +349,3 @@ def test_functions_that_mix_tokens(device, function):
         function(x, head, target, centred, check=True)
     for fn in LOSSES.values():
         function(x, head, target, fn, rows=rows_of(fn, target.shape, device), check=True)
-
-
-def test_transforms_and_dtensors_are_refused(device):
-    x, head, _, target = problem(device)
-    for function in (xent_ops.linear_token_loss, of_logits):
-        with pytest.raises(NotImplementedError, match="token_loss inside a functorch transform"):
-            torch.func.grad(lambda x, function=function: function(x, head, target, focal))(x.detach())

@@ -307,13 +307,3 @@ def test_other_losses_name_the_function(device):
         top_k(x, head, probs=probs, target=ids)
     with pytest.raises(ValueError, match=r"fn returned shape \(2, \d+\) for 2 tokens; .*add up over its K classes"):
         xent_ops.linear_token_loss(x, head, ids, lambda stats: -stats.log_probs)
-
-
-def test_of_dtensors_is_refused(device):
-    x, head, _, ids, probs = problem(device, torch.float32)
-
-    class LikeDTensor(torch.Tensor):
-        device_mesh = None
-
-    with pytest.raises(NotImplementedError, match=r"xent_ops.linear_top_k_distillation_loss of DTensors"):
-        top_k(x.detach().as_subclass(LikeDTensor), head, ids, probs)

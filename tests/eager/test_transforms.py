@@ -111,13 +111,6 @@ def test_vmap_over_class_weights(x, device):
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("function", ["cross_entropy_outputs", "token_log_probs"])
-def test_other_functions_below_transforms_raise_rather_than_lie(x, device, function):
-    call = getattr(xent_ops, function)
-    with pytest.raises(NotImplementedError, match=f"xent_ops.{function} inside a functorch transform"):
-        grad(lambda x: call(x, TARGET.to(device)).lse.sum())(x)
-
-
 def test_compiled_transforms(x, device):
     """Of the logits themselves, of what they come from, and twice."""
     target, options = TARGET.to(device), {"lse_square_scale": 0.1, "softcap": 5.0}
