@@ -1,6 +1,7 @@
 """What all functions do alike: ignored rows, chunks, autocast, checkpoints, several backwards, what they refuse."""
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -69,28 +70,38 @@ def read_all(stats, *rows):
     return of_tokens(stats, *rows) + stats.entropy.log()
 
 
+def ways(name, given):
+    """Options by which an ignored row comes another way."""
+    found = [{}, {"skip_ignored": True, "chunk_rows": 4}, {"grad_in_forward": True}]
+    found += [{"ids": given["ids"][:, :1]}] if "ids" in given else []  # the loss of class indices
+    return [way for way in found if {*way} <= {*parameters(name)}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 @each(but=NO_TARGET)
-def test_what_an_ignored_row_holds_counts_for_nothing(device, name, label):
-    """Not-a-numbers of padding, of its weights and its teacher reach neither a result nor another row's gradient."""
-    given = arguments(name, label, device, ignored=IGNORED)
+def test_what_an_ignored_row_holds_counts_for_nothing(device, name, label, dtype):
+    """Its weights, probabilities, teacher and, as padding, hidden states: results and gradients are those of ones."""
+    given = arguments(name, label, device, dtype, ignored=IGNORED)
 
-    def call(value, **more):
-        rows = {key: given[key].detach().clone() for key in HIDDEN if key in given}
+    def call(value, padding, way):
+        rows = {key: given[key].detach().clone() for key in (*HIDDEN, "probs") if key in given}
         weight = randn(N, seed=6).abs().to(device)
-        for tensor in (*rows.values(), weight):
-            tensor[IGNORED] = value
-        more |= {"token_weight": weight} if "token_weight" in parameters(name) else {}
+        for key, tensor in (*rows.items(), ("weight", weight)):
+            tensor[IGNORED] = value if padding or key != "input" else 1.0
+        more = {"token_weight": weight, "lse_square_scale": 0.1, "softcap": 5.0, **way}
         more |= {"fn": read_all, "rows": (weight,)} if "fn" in given else {}
-        return run(name, replaced(given, **rows) | more)
+        more |= {"probs": rows.pop("probs")[:, : way["ids"].shape[1]]} if "ids" in way else {}
+        return run(name, replaced(given, **rows) | {key: more[key] for key in more if key in parameters(name)})
 
-    wanted, (of_input, *of_head) = call(1.0)
-    for skip in ({}, {"skip_ignored": True, "chunk_rows": 4}) if "skip_ignored" in parameters(name) else ({},):
-        found, (of_bad, *of_bad_head) = call(math.nan, **skip)
-        torch.testing.assert_close(found, wanted)
-        assert not of_bad[IGNORED].any()
-        torch.testing.assert_close(of_bad, of_input)
-        if skip and device == "cpu":  # else a zero is multiplied by NaN, as nn.Linear's. A GPU skips 16-bit rows.
-            torch.testing.assert_close(of_bad_head, of_head)
+    for way, padding in itertools.product(ways(name, given), (False, True)):
+        wanted, (of_input, *of_head) = call(1.0, padding, way)
+        for bad in (math.nan, math.inf):
+            found, (of_bad, *of_bad_head) = call(bad, padding, way)
+            torch.testing.assert_close((found, of_bad), (wanted, of_input), rtol=0, atol=0)
+            assert not of_bad[IGNORED].any() and of_bad.isfinite().all()
+            # Else a zero is multiplied by NaN, as nn.Linear's. A GPU skips 16-bit rows.
+            if not padding or ("skip_ignored" in way and device == "cpu"):
+                torch.testing.assert_close(of_bad_head, of_head, rtol=0, atol=0)
 
 
 @each("skip_ignored", but=NO_TARGET)

@@ -18,9 +18,6 @@ def problem(device, dtype=torch.float64):
     return x, head, target, (torch.rand(3, 4) + 0.5).to(device)
 
 
-top_k = xent_ops.linear_top_k_distillation_loss
-
-
 def linear(x, head, target, **options):
     return xent_ops.linear_cross_entropy(x, head, target, **options)
 
@@ -149,81 +146,6 @@ def test_compiled(device, backend):
         loss, compiled = step(x, head, factors), torch.compile(step, fullgraph=True, backend=backend)(x, head, factors)
         torch.testing.assert_close(compiled, loss)
         torch.testing.assert_close(torch.autograd.grad(compiled, (x, head)), torch.autograd.grad(loss, (x, head)))
-
-
-def rows_of_teacher(x, target, bad):
-    """Hidden states of the teacher, in ignored rows ``bad``."""
-    return torch.where((target == -100).unsqueeze(-1), bad, x.detach() * 0.9)
-
-
-def of_ids(target):
-    return torch.stack([target, torch.where(target == -100, -100, (target + 1) % V)], -1)
-
-
-def probs_of(target, bad):
-    """(..., 2), of the classes of ``of_ids``."""
-    return torch.where(of_ids(target) == -100, bad, torch.tensor([0.5, 0.3], dtype=torch.float64, device=target.device))
-
-
-# Each loss of (x, head, target, token_weight, what an ignored row brings beside it).
-BROUGHT = {
-    "cross_entropy": lambda x, w, t, f, bad: of_logits(x, w, t, token_weight=f, **OPTIONS),
-    "cross_entropy, rows": lambda x, w, t, f, bad: of_logits(x, w, t, token_weight=f, reduction="none", **OPTIONS),
-    "grad_in_forward": lambda x, w, t, f, bad: of_logits(x, w, t, token_weight=f, grad_in_forward=True, **OPTIONS),
-    "outputs of logits": lambda x, w, t, f, bad: (
-        xent_ops.cross_entropy_outputs(x @ w.t(), t, dim=-1, token_weight=f, **OPTIONS).loss
-    ),
-    "linear": lambda x, w, t, f, bad: linear(x, w, t, token_weight=f, **OPTIONS),
-    "linear, sum": lambda x, w, t, f, bad: linear(x, w, t, token_weight=f, reduction="sum", divisor=3.0, **OPTIONS),
-    "linear, rows": lambda x, w, t, f, bad: linear(x, w, t, token_weight=f, reduction="none", **OPTIONS),
-    "linear, skipping": lambda x, w, t, f, bad: linear(x, w, t, token_weight=f, skip_ignored=True, **OPTIONS),
-    "outputs": lambda x, w, t, f, bad: outputs(x, w, t, token_weight=f, **OPTIONS),
-    "top k": lambda x, w, t, f, bad: top_k(x, w, of_ids(t), probs_of(t, bad), token_weight=f),
-    "top k, one class": lambda x, w, t, f, bad: top_k(x, w, t.unsqueeze(-1), probs_of(t, bad)[..., :1], token_weight=f),
-    "top k, rows": lambda x, w, t, f, bad: top_k(x, w, of_ids(t), probs_of(t, bad), token_weight=f, reduction="none"),
-    "tail": lambda x, w, t, f, bad: top_k(
-        x, w, of_ids(t), probs_of(t, bad), tail=True, token_weight=f, lse_square_scale=0.1
-    ),
-    "tail of logits": lambda x, w, t, f, bad: xent_ops.top_k_distillation_loss(
-        x @ w.t(), of_ids(t), probs_of(t, bad), tail=True, token_weight=f, lse_square_scale=0.1
-    ),
-    "linear_token_loss": lambda x, w, t, f, bad: xent_ops.linear_token_loss(
-        x,
-        w,
-        t,
-        lambda stats, f: -f * stats.log_probs * stats.log_probs.exp() - f * stats.entropy,
-        rows=(f,),
-        reduction="sum",
-    ),
-    "token_loss": lambda x, w, t, f, bad: xent_ops.token_loss(
-        x @ w.t(), t, lambda stats, f: -f * stats.log_probs + f * stats.lse.square(), rows=(f,), reduction="sum"
-    ),
-    "distillation_loss": lambda x, w, t, f, bad: xent_ops.distillation_loss(
-        x @ w.t(), rows_of_teacher(x, t, bad) @ w.detach().t(), target=t, hard_weight=0.2, token_weight=f
-    ),
-    "linear_distillation_loss": lambda x, w, t, f, bad: xent_ops.linear_distillation_loss(
-        x, w, rows_of_teacher(x, t, bad), w.detach() * 0.8, target=t, beta=0.5, token_weight=f
-    ),
-    "linear_distillation_loss, rows": lambda x, w, t, f, bad: xent_ops.linear_distillation_loss(
-        x, w, rows_of_teacher(x, t, bad), w.detach() * 0.8, target=t, token_weight=f, reduction="none"
-    ),
-}
-
-
-INFINITE = ("cross_entropy", "linear", "tail", "token_loss", "linear_distillation_loss")
-
-
-@pytest.mark.parametrize("loss, bad", [*((loss, math.nan) for loss in BROUGHT), *((one, math.inf) for one in INFINITE)])
-def test_what_an_ignored_row_brings_counts_for_nothing(device, loss, bad):
-    """Its weight, the rows of a token loss, probabilities, the teacher's numbers: value and gradients are those of 0."""
-    for dtype in (torch.float64, torch.float16):
-        x, head, target, factors = problem(device, dtype)
-        found = []
-        for brings in (bad, 0.0):
-            value = BROUGHT[loss](x, head, target, factors.masked_fill(target == -100, brings), brings)
-            found.append((value, *torch.autograd.grad(value, (x, head), torch.ones_like(value))))
-        assert all(tensor.isfinite().all() for tensor in found[1])
-        torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @WAYS
