@@ -257,6 +257,16 @@ def test_refused_in_words(device):
         call(student, [teacher[0], teacher[1].clone().requires_grad_(), teacher[2]], nla, classes=ids)
 
 
+def test_float16_under_a_loss_scale(device):
+    """The coefficients are unknown before the function ran, so rows' operators serve: no part of a gradient is lost."""
+    student, teacher, ids, _ = problem(device, torch.float16, True)
+    for fn in (nla, lk):
+        small = call(student, teacher, fn, reduction="sum", divisor=2.0**24, classes=ids) * 2.0**24
+        plain = call(student, teacher, fn, reduction="sum", classes=ids)
+        found, right = (torch.autograd.grad(loss, student) for loss in (small, plain))
+        torch.testing.assert_close(found, right)
+
+
 def test_classes_of_eight_bits(device):
     """200 of 300 classes is one of them."""
     student, teacher = torch.randn(2, 3, device=device, requires_grad=True), torch.randn(2, 300, device=device)
