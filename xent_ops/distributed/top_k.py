@@ -51,11 +51,9 @@ class _TopK:
         self.best: list[tuple[Tensor, ...]] = []
         self.rows: list[tuple[Tensor, ...]] = []
 
-    def begin(
-        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
-    ) -> tuple[Tensor, ChunkLogits]:
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         head, keywords = self.head, self.options.keywords()
-        head_args = (head.weight, part.target, *head.shard_range, head.bias, None, True, count, after)
+        head_args = (head.weight, part.target, *head.shard_range, head.bias, None, True, part.count, after)
         chunk_args = (None, False, head.chunking.logits_dtype)
         statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **keywords)
         own, number = logits[:, : self.columns], min(self.k, self.columns)
@@ -78,11 +76,10 @@ class _TopK:
         part: RowRange,
         gathered: Tensor,
         output_mask: Sequence[bool],
-        count: Tensor | None,
         after: Tensor | None,
     ) -> None:
         number, own = part.target.shape[0], chunk_logits[0][:, : self.columns]
-        statistics, logits = self.ranks.wait(gathered).split([gathered.shape[1] - number, number], 1)
+        statistics, logits = gathered.split([gathered.shape[1] - number, number], 1)
         join_args = (self.head.shard_range, None, True, self.options, 0, self.ranks.in_rank_order)
         rows, at_target = shard.join_statistics(statistics.contiguous(), own, part.target, *join_args), logits.sum(0)
         before = torch.zeros_like(part.target, dtype=torch.int64)

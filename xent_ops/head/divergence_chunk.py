@@ -277,12 +277,10 @@ class DivergenceSteps:
         self.upstream, self.ranks, self.class_start = upstream, ranks, class_start
         self.columns, self.logits_dtype = head.columns(), head.chunking.logits_dtype
 
-    def begin(
-        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
-    ) -> tuple[Tensor, ChunkLogits]:
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         _, weight, bias, classes = self.teacher
         heads = (inputs[0], self.weight, part.target, inputs[1], weight, self.class_start, self.bias, bias)
-        chunk_args = (classes, self.with_tops, count, after, self.logits_dtype)
+        chunk_args = (classes, self.with_tops, part.count, after, self.logits_dtype)
         statistics, *logits = _ops.linear_divergences_chunk(*heads, *chunk_args, **self.spec.keywords())
         return statistics, tuple(logits)
 
@@ -292,11 +290,10 @@ class DivergenceSteps:
         part: RowRange,
         gathered: Tensor,
         output_mask: Sequence[bool],
-        count: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         join_args = (self.class_start, self.spec, self.with_tops, self.teacher.classes is not None)
-        rows = join(self.ranks.wait(gathered), part.target, *join_args)
+        rows = join(gathered, part.target, *join_args)
         student, teacher = [logits[:, : self.columns] for logits in chunk_logits]
         sums = second_sums(student, teacher, part.target, rows, self.class_start, self.spec)
         if sums is not None:
@@ -304,7 +301,7 @@ class DivergenceSteps:
         grad_values = self.upstream(rows, part)
         if not any(output_mask):
             return None
-        backward_args = (self.weight, part.target, rows.statistics, self.class_start, output_mask[0], count, after)
+        backward_args = (self.weight, part.target, rows.statistics, self.class_start, output_mask[0], part.count, after)
         return _ops.linear_divergences_chunk_grad_(
             chunk_logits[0], grad_values, chunk_logits[1], *backward_args, **self.spec.keywords()
         )

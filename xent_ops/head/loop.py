@@ -94,6 +94,7 @@ class RowRange(NamedTuple):
     target: Tensor  # (n,)
     ids: Tensor | None = None  # (n, K)
     added: int = 0  # rows that fill up each rank's part
+    count: Tensor | None = None  # (): the number of counted rows, which come first
 
     def of(self, values: Tensor, fill: int = 0) -> Tensor:
         """(ranks, N, ...) to (n, ...)."""
@@ -109,18 +110,15 @@ ChunkLogits = tuple[Tensor, ...]  # one tensor per head; a chunk keeps them from
 class Steps(Protocol):
     """The work of a loss on a chunk of rows before its statistics are gathered, and after that."""
 
-    def begin(
-        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
-    ) -> tuple[Tensor, ChunkLogits]:
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         """(statistics, logits). ``inputs``: for each input of the loop, the chunk's rows (n, H)."""
 
     def end(
         self,
         chunk_logits: ChunkLogits,
         part: RowRange,
-        gathered: Tensor,  # in flight: call ``wait`` before reading it
+        gathered: Tensor,  # the statistics of all ranks
         output_mask: Sequence[bool],  # the gradients that are wanted
-        count: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         """(gradient of the input, done). The logits' gradient is written over them. None: no gradient is wanted."""
@@ -145,11 +143,9 @@ class CrossEntropySteps:
         self.head, self.loss, self.upstream, self.ranks, self.with_entropy = head, loss, upstream, ranks, with_entropy
         self.columns, self.mask_ids = head.columns(), mask_ids
 
-    def begin(
-        self, inputs: Sequence[Tensor], part: RowRange, count: Tensor | None, after: Tensor | None
-    ) -> tuple[Tensor, ChunkLogits]:
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         head_args = (self.weight, part.target, *self.head.shard_range, self.bias, self.head.class_weight)
-        chunk_args = (self.with_entropy, count, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
+        chunk_args = (self.with_entropy, part.count, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
         options = self.loss.row_options.keywords()
         statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **options)
         return statistics, (logits,)
@@ -160,14 +156,13 @@ class CrossEntropySteps:
         part: RowRange,
         gathered: Tensor,
         output_mask: Sequence[bool],
-        count: Tensor | None,
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         (logits,), shard_range, class_weight = chunk_logits, self.head.shard_range, self.head.class_weight
         weight_of_classes = None if class_weight is None else class_weight[: self.columns]
         slice_args, ids_per_row = (shard_range, weight_of_classes), 0 if part.ids is None else part.ids.shape[1]
         rows = shard.join_statistics(
-            self.ranks.wait(gathered),
+            gathered,
             first_columns(logits, self.columns),
             part.target,
             *slice_args,
@@ -193,7 +188,7 @@ class CrossEntropySteps:
             None if grad_entropy is None else rows.entropy,
             None if class_weight is None else rows.lse_coefficient,
             output_mask[0],
-            count,
+            part.count,
             after,
             *((None,) * 3 if grad_ids is None else (part.ids, rows.at_ids, grad_ids)),
             self.mask_ids,
@@ -241,18 +236,15 @@ def run_loop(
     if scattered:
         chunk_inputs = [[ranks.gather(part.contiguous()) for part in inputs_of_one] for inputs_of_one in chunk_inputs]
 
-    counts: list[Tensor | None] = [None] * len(chunk_inputs)
-    if count is not None:
-        counted_rows = [(count - start).clamp(0, stop - start) for start, stop in itertools.pairwise(ends)]
-        counts = [number.to(torch.int32) for number in counted_rows]
-
     def begin(i: int, after: Tensor | None) -> _PendingChunk:
         inputs_of_chunk = [ranks.wait(part) for part in chunk_inputs[i]] if scattered else chunk_inputs[i]
         start, stop = ends[i], ends[i + 1]
         part = RowRange(start, stop, target, added=0 if size is None else size - (stop - start))
         part = part._replace(target=part.of(targets, ignore_index))
         part = part if ids is None else part._replace(ids=part.of(ids, ignore_index))
-        statistics, logits = steps.begin(inputs_of_chunk, part, counts[i], after)
+        if count is not None:
+            part = part._replace(count=(count - start).clamp(0, stop - start).to(torch.int32))
+        statistics, logits = steps.begin(inputs_of_chunk, part, after)
         return _PendingChunk(inputs_of_chunk[0], part, logits, statistics, ranks.gather(statistics))
 
     sum_dtype = accumulator_of_weight(input.dtype, head.accumulate_dtype)
@@ -271,13 +263,13 @@ def run_loop(
         if overlaps and i + 1 < len(chunk_inputs):
             chunk = begin(i + 1, done)
             after = chunk.statistics
-        results = steps.end(logits, part, gathered, output_mask, counts[i], after)
+        results = steps.end(logits, part, ranks.wait(gathered), output_mask, after)
         if results is not None:
             grad_input, done = results
             if output_mask[0]:
                 grad_inputs.append(ranks.sum(grad_input, scattered) if sum_over_ranks else grad_input)
             if output_mask[1] or output_mask[2]:
-                chunk_args = (columns, i == 0, counts[i], None if shares is None else part.of(shares))
+                chunk_args = (columns, i == 0, part.count, None if shares is None else part.of(shares))
                 _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits[0], x, *chunk_args)
             del grad_input, results
         del logits
