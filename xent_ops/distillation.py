@@ -10,7 +10,7 @@ from torch import Tensor
 from .divergence_function import bind_teacher
 from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
-from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from .ops import arguments, checks, distillation_arguments, transforms
 from .ops.dtensors import only_plain_tensors
 from .ops.library import differentiable
 from .ops.reduction import summary
@@ -95,7 +95,7 @@ def distillation_loss(
     divisor = arguments.divisor(divisor, input, reduction)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
-    distillation_checks.teacher_is_constant("teacher_input", teacher_input)
+    checks.constant("teacher_input", teacher_input)
     values, _ = differentiable("divergences_forward", input, teacher_input, target, **fixed.spec.keywords())
     losses = fixed.of(values)
     return summary(losses, losses, target, None, token_weight, divisor, loss)[0]

@@ -16,7 +16,7 @@ from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights, times
 from .kernels.reference import is_counted
 from .linear_call import LinearCall
-from .ops import arguments, distillation_checks
+from .ops import arguments, checks, distillation_checks
 from .ops.derivatives import value_and_derivatives
 from .ops.library import differentiable
 from .ops.linear import composite
@@ -42,7 +42,7 @@ def bind_teacher(tensors: Sequence[Any], classes: Any = None, suffix: str = "") 
         arguments.required(name, tensor)
     arguments.optional(names[2], tensors[2])
     for name, tensor in zip(names, tensors, strict=True):
-        distillation_checks.teacher_is_constant(name, tensor)
+        checks.constant(name, tensor)
     return TeacherHead(*composite.cast_for_autocast(*tensors))._replace(classes=bind_classes(classes))
 
 

@@ -167,7 +167,7 @@ def distillation_token_loss(
     target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
-    distillation_checks.teacher_is_constant("teacher_input", teacher_input)
+    checks.constant("teacher_input", teacher_input)
     checks.reduction(reduction, ("mean", "sum"))
     divisor = arguments.divisor(divisor, input, reduction)
     arguments.boolean("check", check)

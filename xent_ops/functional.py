@@ -233,7 +233,7 @@ def cross_entropy_outputs(
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     if arguments.boolean("batch_invariant", batch_invariant) and grad_in_forward:

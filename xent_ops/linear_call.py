@@ -81,20 +81,22 @@ def bind(
             f"target has shape {tuple(target.shape)} and dtype {target.dtype}: class probabilities need all "
             "logits. Call xent_ops.cross_entropy(F.linear(input, linear_weight, linear_bias), target, dim=-1)"
         )
-    checks.weight_without_grad(class_weight)
+    checks.constant("weight", class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
 
 
 def placed(call: LinearCall) -> LinearCall:
     """The call. Beside a DTensor input, targets and weights are DTensors too."""
-    target, input, head, _, divisor, token_weight, *_ = call
-    if not is_dtensor(input, head.weight, target, head.bias, head.class_weight, token_weight, divisor):
+    head = call.head
+    if not is_dtensor(
+        call.input, head.weight, call.target, head.bias, head.class_weight, call.token_weight, call.divisor
+    ):
         return call
     from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
 
-    at = layout.of_head(input, head.weight, head.bias)
-    target, token_weight, ids = at.beside(target, token_weight, call.ids)
+    at = layout.of_head(call.input, head.weight, head.bias)
+    target, token_weight, ids = at.beside(call.target, call.token_weight, call.ids)
     head = head._replace(class_weight=at.whole(head.class_weight))
     return call._replace(target=target, head=head, token_weight=token_weight, ids=ids)
 

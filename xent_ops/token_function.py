@@ -128,8 +128,8 @@ def loss_by_chunks(
     """The loss by the loop over chunks: a sum, or with reduction="none" the numbers of rows, of the target's shape."""
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
     scattered, output_mask = layout.get("scattered", False), loop.wanted_gradients(input, head)
-    if divisor is not None and divisor.requires_grad and any(output_mask):
-        checks.divisor_needs_grad()
+    if any(output_mask):
+        checks.constant("divisor", divisor)
     number = target.new_ones((), dtype=function.dtype) if divisor is None else divisor.to(function.dtype)
     split = float16.split_loss(input.dtype, number.expand(2), target, function.token_weight, loss=loss)
     values: Values = []

@@ -77,8 +77,7 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
     if not transforms.is_jit_traced():
         checks.same_shape("probs", probs.shape, ids.shape, "a probability for each of the ids")
     checks.same_device("probs", probs, ids, "ids are")
-    if probs.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("probs requires grad, and the loss has no derivative for it: detach it")
+    checks.constant("probs", probs)
     if probs.device.type != "cpu" or transforms.is_traced() or probs.numel() == 0:  # the rest reads values
         return
     values = torch.where(is_counted(ids, scalars.integer("ignore_index", ignore_index)), probs, 0.0)

@@ -72,8 +72,7 @@ def loss(
 ) -> tuple[Tensor, list[RowValues]]:
     """(the mean or the sum, constant values of each chunk's rows). Input, weight or bias requires grad."""
     input, head, options, divisor = call.input, call.head, call.loss, call.divisor
-    if divisor is not None and divisor.requires_grad:
-        checks.divisor_needs_grad()
+    checks.constant("divisor", divisor)
     dtype = reference.accumulator(input)
     class_weights = None if head.class_weight is None else _class_weights(target, head, options, dtype)
     divisors = _divisors(target, head, ranks, options, divisor, dtype, token_weight, class_weights)

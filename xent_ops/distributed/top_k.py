@@ -53,7 +53,7 @@ class _TopK:
 
     def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         head, keywords = self.head, self.options.keywords()
-        head_args = (head.weight, part.target, *head.shard_range, head.bias, None, True, part.count, after)
+        head_args = (head.weight, part.target, *head.shard_range, head.bias, None, True, part.counted, after)
         chunk_args = (None, False, head.chunking.logits_dtype)
         statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **keywords)
         own, number = logits[:, : self.columns], min(self.k, self.columns)

@@ -46,7 +46,7 @@ def sharded_rows(
     shard_range: tuple[int, int],  # class_start, num_classes
     options: RowOptions,
 ) -> RowValues:
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
     loss, lse, target_weight, *_ = torch.ops.xent.cross_entropy_shard_join(
         logits, target, gathered, *shard_range, weight, **options.keywords()
@@ -81,7 +81,7 @@ def _bound(
     transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
     arguments.tensors(logits, target, weight, "logits_shard")
     loss = arguments.loss_options(*options, logits.dtype)
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
     shard_range = shard_range_of(logits, num_classes, class_start, ranks)

@@ -280,7 +280,7 @@ class DivergenceSteps:
     def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         _, weight, bias, classes = self.teacher
         heads = (inputs[0], self.weight, part.target, inputs[1], weight, self.class_start, self.bias, bias)
-        chunk_args = (classes, self.with_tops, part.count, after, self.logits_dtype)
+        chunk_args = (classes, self.with_tops, part.counted, after, self.logits_dtype)
         statistics, *logits = _ops.linear_divergences_chunk(*heads, *chunk_args, **self.spec.keywords())
         return statistics, tuple(logits)
 
@@ -301,7 +301,7 @@ class DivergenceSteps:
         grad_values = self.upstream(rows, part)
         if not any(output_mask):
             return None
-        backward_args = (self.weight, part.target, rows.statistics, self.class_start, output_mask[0], part.count, after)
+        backward_args = (self.weight, part.target, rows.statistics, self.class_start, output_mask[0], part.counted, after)
         return _ops.linear_divergences_chunk_grad_(
             chunk_logits[0], grad_values, chunk_logits[1], *backward_args, **self.spec.keywords()
         )

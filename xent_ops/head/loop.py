@@ -94,7 +94,7 @@ class RowRange(NamedTuple):
     target: Tensor  # (n,)
     ids: Tensor | None = None  # (n, K)
     added: int = 0  # rows that fill up each rank's part
-    count: Tensor | None = None  # (): the number of counted rows, which come first
+    counted: Tensor | None = None  # (): the number of counted rows, which come first
 
     def of(self, values: Tensor, fill: int = 0) -> Tensor:
         """(ranks, N, ...) to (n, ...)."""
@@ -145,7 +145,7 @@ class CrossEntropySteps:
 
     def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
         head_args = (self.weight, part.target, *self.head.shard_range, self.bias, self.head.class_weight)
-        chunk_args = (self.with_entropy, part.count, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
+        chunk_args = (self.with_entropy, part.counted, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
         options = self.loss.row_options.keywords()
         statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **options)
         return statistics, (logits,)
@@ -188,7 +188,7 @@ class CrossEntropySteps:
             None if grad_entropy is None else rows.entropy,
             None if class_weight is None else rows.lse_coefficient,
             output_mask[0],
-            part.count,
+            part.counted,
             after,
             *((None,) * 3 if grad_ids is None else (part.ids, rows.at_ids, grad_ids)),
             self.mask_ids,
@@ -243,7 +243,7 @@ def run_loop(
         part = part._replace(target=part.of(targets, ignore_index))
         part = part if ids is None else part._replace(ids=part.of(ids, ignore_index))
         if count is not None:
-            part = part._replace(count=(count - start).clamp(0, stop - start).to(torch.int32))
+            part = part._replace(counted=(count - start).clamp(0, stop - start).to(torch.int32))
         statistics, logits = steps.begin(inputs_of_chunk, part, after)
         return _PendingChunk(inputs_of_chunk[0], part, logits, statistics, ranks.gather(statistics))
 
@@ -269,7 +269,7 @@ def run_loop(
             if output_mask[0]:
                 grad_inputs.append(ranks.sum(grad_input, scattered) if sum_over_ranks else grad_input)
             if output_mask[1] or output_mask[2]:
-                chunk_args = (columns, i == 0, part.count, None if shares is None else part.of(shares))
+                chunk_args = (columns, i == 0, part.counted, None if shares is None else part.of(shares))
                 _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits[0], x, *chunk_args)
             del grad_input, results
         del logits

@@ -142,16 +142,24 @@ def lse_square_scale(value: float, logits_dtype: torch.dtype) -> None:
         _fits("lse_square_scale", value, logits_dtype)
 
 
-def weight_without_grad(weight: Tensor | None) -> None:
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        weight_needs_grad()
+_NO_DERIVATIVE = {
+    "weight": (
+        "cross entropy with class indices has no derivative for it (nor has F.cross_entropy): detach the weight, or "
+        "pass class probabilities as the target"
+    ),
+    "divisor": "linear cross entropy has no derivative for it: detach it",
+    "probs": "the loss has no derivative for it: detach it",
+}
+_OF_TEACHER = "distillation has no derivative for its teacher: compute it under torch.no_grad(), or detach it"
 
 
-def weight_needs_grad() -> NoReturn:
-    raise RuntimeError(
-        "weight requires grad, and cross entropy with class indices has no derivative for it (nor has "
-        "F.cross_entropy): detach the weight, or pass class probabilities as the target"
-    )
+def constant(name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        constant_needs_grad(name)
+
+
+def constant_needs_grad(name: str) -> NoReturn:
+    raise RuntimeError(f"{name} requires grad, and {_NO_DERIVATIVE.get(name, _OF_TEACHER)}")
 
 
 def top_k(k: int, classes: int, least: int = 1) -> None:
@@ -307,7 +315,3 @@ def chunk_rows(number: int | None) -> None:
     if number is None or (type(number) is int and number >= 1):
         return
     check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
-
-
-def divisor_needs_grad() -> NoReturn:
-    raise RuntimeError("divisor requires grad, and linear cross entropy has no derivative for it: detach it")

@@ -27,7 +27,7 @@ def cross_entropy(
 ) -> Tensor:
     arguments.tensors(logits, target, weight, "logits")
     loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, logits.dtype)
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     if transforms.forward_mode():  # operators drop tangents
         transforms.refuse("torch.ops.xent.cross_entropy")
     # Options are passed unchanged: comparing them with defaults would specialise a symbolic option.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import reductions, reference, reference_with_grad
-from . import checks
 from .contract import Call
-from .library import Gradients, autograd, needs_grad, operator, run, run_backward, save_for, saved
+from .library import Gradients, autograd, operator, run, run_backward, save_for, saved
 from .rules import check_targets
 from .second_order import differentiate_call, no_second_derivative, save_all, without_derivative
 
@@ -24,8 +23,6 @@ def save_rows(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -
 
     Of a head, keep input and weight: the backward computes the logits again.
     """
-    if needs_grad(ctx, "weight"):
-        checks.weight_needs_grad()
     _loss, lse, argmax, entropy, lse_low = output
     ctx.mark_non_differentiable(argmax, lse_low, *(() if call.with_entropy else (entropy,)))
     save_for(ctx, backward, call, lse=lse, lse_low=lse_low, entropy=entropy if call.with_entropy else None)
@@ -36,8 +33,6 @@ def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entrop
 
 
 def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    if needs_grad(ctx, "weight"):
-        checks.weight_needs_grad()
     _value, divisors, lse, lse_low = output
     ctx.mark_non_differentiable(divisors, lse, lse_low)
     results = {"lse": lse, "lse_low": lse_low, "divisors": divisors if call.reduction == "mean" else None}
@@ -58,7 +53,8 @@ def _second_backward(ctx: Any, grad: Tensor) -> Gradients:
 
 
 operator("cross_entropy_forward", reference=reference.statistics, check_values=check_targets, ascend=True)
-autograd("cross_entropy_forward", _rows_backward, functools.partial(save_rows, "cross_entropy_backward"))
+_save_rows = functools.partial(save_rows, "cross_entropy_backward")
+autograd("cross_entropy_forward", _rows_backward, _save_rows, constants=("weight",))
 
 operator(
     "cross_entropy_reduced",
@@ -66,7 +62,7 @@ operator(
     check_values=check_targets,
     ascend=True,
 )
-autograd("cross_entropy_reduced", _reduced_backward, _save_reduced)
+autograd("cross_entropy_reduced", _reduced_backward, _save_reduced, constants=("weight",))
 
 operator("cross_entropy_backward", reference=reference.cross_entropy_backward, ascend=True)
 autograd("cross_entropy_backward", _second_backward, save_all)

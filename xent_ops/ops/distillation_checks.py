@@ -102,15 +102,3 @@ def slices(spec: Divergences, class_start: int | None, width: int, teacher_width
             f"{teacher_columns}; the student's head and the teacher's must be split at the same classes"
         ),
     )
-
-
-def teacher_is_constant(name: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        teacher_needs_grad(name)
-
-
-def teacher_needs_grad(name: str) -> None:
-    raise RuntimeError(
-        f"{name} requires grad, and distillation has no derivative for its teacher: compute it under torch.no_grad(), "
-        "or detach it"
-    )

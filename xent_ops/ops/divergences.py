@@ -7,15 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels import reference_divergences as reference
-from . import distillation_checks
 from .contract import Call
 from .library import Gradients, autograd, needs_grad, operator, run, save_for, save_nothing, saved
 from .rules import check_targets
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
-    if needs_grad(ctx, "teacher_logits"):
-        distillation_checks.teacher_needs_grad("teacher_logits")
     if call.class_start is not None and needs_grad(ctx, "logits"):
         raise RuntimeError(
             "divergences over a slice of the classes have no derivative: call xent::divergences_forward on detached "
@@ -39,7 +36,7 @@ def refuse_derivatives(ctx: Any, *grads: Tensor) -> Gradients:
 
 
 operator("divergences_forward", reference=reference.divergences_forward, check_values=check_targets)
-autograd("divergences_forward", _backward, _save)
+autograd("divergences_forward", _backward, _save, constants=("teacher_logits",))
 
 operator("divergences_backward", reference=reference.divergences_backward, check_values=check_targets)
 autograd("divergences_backward", refuse_derivatives, save_nothing)

@@ -46,7 +46,7 @@ def cross_entropy(
         return by_rows(logits, target, weight, loss, token_weight)
     if not wants_gradient(logits):
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     return _apply(logits, target, weight, loss, inplace_backward and _may_overwrite(logits))
 
 
@@ -70,7 +70,7 @@ def summarised(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, ...]:
     """(value, z-loss, accuracy, loss, lse, argmax, entropy) of a mean or a sum, in eager."""
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     return SummaryFunction.apply(logits, target, weight, token_weight, loss, with_statistics, batch_invariant)
 
 
@@ -87,7 +87,7 @@ def with_grad(
 
     For "none", z-loss and accuracy are None.
     """
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     in_place = in_place and _may_overwrite(logits)
     return GradInForwardFunction.apply(logits, target, weight, token_weight, loss, in_place, with_statistics)
 
@@ -96,7 +96,7 @@ def by_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: LossOptions, token_weight: Tensor | None = None
 ) -> Tensor:
     """The loss from its rows. For transforms and forward-mode AD it is plain torch."""
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
         refuse("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
         # The gradient of an ignored row is zero even if its logits are NaN.

@@ -19,7 +19,7 @@ from .._private import private
 from ..kernels import accelerators, cpu, devices
 from ..kernels.options import RowOptions, as_record
 from ..kernels.rows import front_of
-from . import overwriting, transforms
+from . import checks, overwriting, transforms
 from .contract import Call, Contract, Row
 from .dtensors import locals_of
 from .launch_cache import SignatureCache, call_signature
@@ -239,8 +239,16 @@ def refuse(name: str, *args: Any, **keywords: Any) -> None:
 Gradients = Mapping[str, "Tensor | None"]  # by argument name
 
 
-def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any, Call, Any], None]) -> None:
-    """Add a formula: ``save(ctx, call, output)``, and ``backward(ctx, *grads)``, which returns gradients by name."""
+def autograd(
+    name: str,
+    backward: Callable[..., Gradients],
+    save: Callable[[Any, Call, Any], None],
+    constants: Sequence[str] = (),
+) -> None:
+    """Add a formula: ``save(ctx, call, output)``, and ``backward(ctx, *grads)``, which returns gradients by name.
+
+    ``constants``: arguments without a derivative. If one of them requires grad, the call raises.
+    """
     contract = OPERATORS[name].contract
     positional = contract.arguments[: len(contract.arguments) - len(contract.keyword_only)]
 
@@ -248,6 +256,9 @@ def autograd(name: str, backward: Callable[..., Gradients], save: Callable[[Any,
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         ctx.positions = contract.positions
         ctx.set_materialize_grads(False)
+        for argument in constants:
+            if needs_grad(ctx, argument):
+                checks.constant_needs_grad(argument)
         save(ctx, contract.bind(inputs, keyword_only_inputs or {}), output)
 
     def formula(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

@@ -14,16 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels import reference_shard
-from . import checks
 from .contract import Call
-from .library import Gradients, autograd, needs_grad, operator, run_backward, save_for
+from .library import Gradients, autograd, operator, run_backward, save_for
 from .rules import check_targets
 from .second_order import without_derivative
 
 
 def _save(ctx: Any, call: Call, lse_coefficient: Tensor, **results: Any) -> None:
-    if needs_grad(ctx, "weight"):
-        checks.weight_needs_grad()
     save_for(
         ctx, "cross_entropy_backward", call, lse_coefficient=None if call.weight is None else lse_coefficient, **results
     )
@@ -63,7 +60,7 @@ without_derivative(
 )
 
 operator("cross_entropy_shard_join", reference=reference_shard.cross_entropy_shard_join, ascend=True)
-autograd("cross_entropy_shard_join", _rows_backward, _save_rows)
+autograd("cross_entropy_shard_join", _rows_backward, _save_rows, constants=("weight",))
 
 operator("cross_entropy_shard_reduced", reference=reference_shard.cross_entropy_shard_reduced, ascend=True)
-autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced)
+autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced, constants=("weight",))

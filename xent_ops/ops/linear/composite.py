@@ -80,7 +80,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     arguments.linear(input, linear_weight, target, linear_bias, weight, divisor)
     loss = arguments.loss_options(*RowOptions(**options), lse_square_scale, reduction, input.dtype)
-    checks.weight_without_grad(weight)
+    checks.constant("weight", weight)
     arguments.divisor(divisor, input, reduction)
     checks.token_weight(token_weight, target)
     transforms.refuse("torch.ops.xent.linear_cross_entropy")

@@ -20,11 +20,10 @@ from ...head import divergence_chunk, divergences
 from ...head.float16 import split_loss
 from ...kernels.divergences import FIELDS, STATISTICS
 from ...kernels.options import LossOptions, RowOptions
-from ..checks import divisor_needs_grad
 from ..contract import Call, classes_of, packed_width
-from ..distillation_checks import class_values, teacher_needs_grad
+from ..distillation_checks import class_values
 from ..divergences import refuse_derivatives
-from ..library import Gradients, autograd, needs_grad, operator, run, save_for, save_nothing, saved
+from ..library import Gradients, autograd, operator, run, save_for, save_nothing, saved
 from ..rules import check_targets
 from .chunk import GRAD_INPUT, PADDED, one_chunk
 from .operators import SUMS, by_name, give_away_once, keep_gradients, mask_of
@@ -36,6 +35,7 @@ def _statistics_shape(call: Call) -> tuple[int, ...]:
     return len(FIELDS) + STATISTICS + 2 * call.with_tops, call.target.shape[0]
 
 
+_TEACHER_HEAD = ("teacher_input", "teacher_weight", "teacher_bias")
 _TEACHER = ("float", "... P", "as linear_divergences_chunk makes them")
 
 
@@ -45,14 +45,7 @@ def _check_values(call: Call) -> None:
     class_values(classes, call.teacher_weight.shape[0])
 
 
-def _refuse_gradients_of_teacher(ctx: Any) -> None:
-    for name in ("teacher_input", "teacher_weight", "teacher_bias"):
-        if needs_grad(ctx, name):
-            teacher_needs_grad(name)
-
-
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _refuse_gradients_of_teacher(ctx)
     ctx.mark_non_differentiable(*output[1:])
     save_for(ctx, "linear_divergences_backward", call, statistics=output[1])
 
@@ -64,9 +57,6 @@ def _backward(ctx: Any, grad_values: Tensor, *_: None) -> Gradients:
 
 
 def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    _refuse_gradients_of_teacher(ctx)
-    if needs_grad(ctx, "divisor"):
-        divisor_needs_grad()
     _value, divisors, *gradients = output
     ctx.mark_non_differentiable(divisors, *gradients)
     loss = LossOptions(RowOptions(call.ignore_index))
@@ -81,7 +71,7 @@ def _with_grad_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
 
 
 operator("linear_divergences_with_grad", reference=divergences.with_grad, results=SUMS, calls_operators=True)
-autograd("linear_divergences_with_grad", _with_grad_backward, _save_with_grad)
+autograd("linear_divergences_with_grad", _with_grad_backward, _save_with_grad, constants=(*_TEACHER_HEAD, "divisor"))
 
 operator(
     "linear_divergences_forward",
@@ -89,7 +79,7 @@ operator(
     check_values=_check_values,
     calls_operators=True,
 )
-autograd("linear_divergences_forward", _backward, _save)
+autograd("linear_divergences_forward", _backward, _save, constants=_TEACHER_HEAD)
 
 operator("linear_divergences_backward", reference=divergences.gradients, calls_operators=True)
 autograd("linear_divergences_backward", refuse_derivatives, save_nothing)

@@ -16,7 +16,6 @@ from ...kernels.options import Chunking, LossOptions, as_record
 from ...kernels.reductions import counted_weights
 from ...kernels.reference import is_counted
 from .. import transforms
-from ..checks import divisor_needs_grad, weight_needs_grad
 from ..contract import Call
 from ..cross_entropy import save_rows
 from ..dtensors import is_dtensor
@@ -46,10 +45,6 @@ def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entrop
 
 
 def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    if needs_grad(ctx, "weight"):
-        weight_needs_grad()
-    if needs_grad(ctx, "divisor"):
-        divisor_needs_grad()
     _value, divisors, z_loss, accuracy, row_loss, lse, argmax, entropy, *gradients = output
     ctx.mark_non_differentiable(divisors, z_loss, accuracy, row_loss, argmax, entropy, *gradients)
     results = {"lse": lse, "divisors": divisors, "entropy": None}
@@ -135,13 +130,14 @@ def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
 
 operator("linear_cross_entropy_forward", reference=cross_entropy.statistics, calls_operators=True)
 _save_rows = functools.partial(save_rows, "linear_cross_entropy_backward")
-autograd("linear_cross_entropy_forward", _rows_backward, _save_rows)
+autograd("linear_cross_entropy_forward", _rows_backward, _save_rows, constants=("weight",))
 
 operator("linear_cross_entropy_backward", reference=cross_entropy.gradients, calls_operators=True)
 autograd("linear_cross_entropy_backward", _second_backward, save_all)
 
 operator("linear_cross_entropy_with_grad", reference=cross_entropy.with_grad, results=SUMS, calls_operators=True)
-autograd("linear_cross_entropy_with_grad", _with_grad_backward, _save_with_grad)
+_constants = ("weight", "divisor")
+autograd("linear_cross_entropy_with_grad", _with_grad_backward, _save_with_grad, constants=_constants)
 
 operator(
     "linear_scale_grad",

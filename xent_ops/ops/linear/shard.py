@@ -15,17 +15,14 @@ from torch import Tensor
 
 from ...head import shard
 from .. import checks, rank_sums, transforms
-from ..checks import weight_needs_grad
 from ..contract import Call
-from ..library import Gradients, autograd, needs_grad, operator, run_backward, save_for
+from ..library import Gradients, autograd, operator, run_backward, save_for
 from ..rules import check_targets
 from ..second_order import without_derivative
 from .operators import by_name, mask_of
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    if needs_grad(ctx, "weight"):
-        weight_needs_grad()
     ctx.mask = mask_of(ctx)
     loss, lse, target_weight, lse_coefficient, entropy, lse_low, at_ids = output
     constants = (*(() if call.with_entropy else (entropy,)), at_ids if call.ids is None else loss)
@@ -97,4 +94,4 @@ operator(
     results={"at_ids": ("acc", _shape_of_ids, "")},
     calls_operators=True,
 )
-autograd("linear_cross_entropy_shard_join", _backward, _save)
+autograd("linear_cross_entropy_shard_join", _backward, _save, constants=("weight",))
