@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,11 +122,10 @@ def loss_by_chunks(
     target: Tensor,  # its own, or (ranks, ...) in the order of the ranks' inputs
     function: TokenRows,
     ranks: loop.OneRank,
-    **layout: Any,  # scattered and sum_over_ranks, the arguments of head/loop.py
 ) -> Tensor:
     """The loss by the loop over chunks: a sum, or with reduction="none" the numbers of rows, of the target's shape."""
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
-    scattered, output_mask = layout.get("scattered", False), loop.wanted_gradients(input, head)
+    scattered, output_mask = call.sequence_dim is not None, loop.wanted_gradients(input, head)
     if any(output_mask):
         checks.constant("divisor", divisor)
     number = target.new_ones((), dtype=function.dtype) if divisor is None else divisor.to(function.dtype)
@@ -152,7 +150,7 @@ def loss_by_chunks(
         ids=function.ids(parts),
         count=count,
         shares=None if split.shares is None else split.shares.reshape(parts, -1),
-        **layout,
+        scattered=scattered,
     )
     if packed is not None and output_mask[0]:
         grads = grads._replace(input=packed.unpack(grads.input).view(input.shape))

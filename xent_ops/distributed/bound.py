@@ -11,30 +11,11 @@ from ..ops import checks, transforms
 from ..ops.dtensors import refuse_dtensor
 from ..ops.library import refuse
 from ..ops.linear import checks as linear_checks
+from . import parts
 from .groups import Ranks
-from .parts import all_gather, shard_range_of_width
 from .pipelined import is_pipelined
 
 NAMES = ("weight_shard", "bias_shard")
-
-
-def gathered_input(input: Tensor, target: Tensor, split: int | None, ranks: Ranks) -> tuple[Tensor | None, Tensor]:
-    """(the inputs of all ranks, the target in the ranks' order), both (ranks, ...). Without a split: (None, target)."""
-    if split is None:
-        return None, target
-    return all_gather(input.detach().unsqueeze(0).contiguous(), ranks), by_ranks(target, split, ranks)
-
-
-def by_ranks(target: Tensor, split: int | None, ranks: Ranks) -> Tensor:
-    """The target in the order of the ranks' inputs, (ranks, ...). Without a split: the target unchanged."""
-    if split is None:
-        return target
-    return target.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
-
-
-def as_target(value: Tensor, split: int | None) -> Tensor:
-    """The inverse of ``by_ranks``, for values of shape (ranks, ...), one for each row."""
-    return value if split is None else value.movedim(0, split).flatten(split, split + 1)
 
 
 def bind_shard(
@@ -54,7 +35,7 @@ def bind_shard(
     call = call.in_autocast_dtype()
     target, input, head = call.target, call.input, call.head
     linear_checks.head(input, head.weight, head.bias, head.accumulate_dtype, head.chunking, NAMES)
-    shard_range = shard_range_of_width(head.weight.shape[0], num_classes, class_start, ranks)
+    shard_range = parts.shard_range(head.weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if transforms.is_traced():  # the operators of chunks refuse the rest
         if split is None:

@@ -22,9 +22,10 @@ from ..linear_call import LinearCall
 from ..ops import arguments, distillation_arguments
 from ..token_function import loss_by_chunks
 from . import consistency
-from .bound import as_target, by_ranks, check_values
+from .bound import check_values
 from .groups import Group, ranks_of
-from .pipelined import Collectives
+from .parts import as_target
+from .pipelined import Collectives, arrange
 from .two_heads import bind_two_heads
 
 
@@ -134,9 +135,8 @@ def vocab_parallel_linear_distillation_loss(
             f'xent_ops.distributed.{name} has no gradient for reduction="none", whose upstream gradients would be '
             "known only after the logits are gone: weigh the rows by token_weight"
         )
-    split, dtype, start = call.sequence_dim, accumulator(call.input), call.head.shard_range[0]
+    dtype, start = accumulator(call.input), call.head.shard_range[0]
     function = FixedDivergences(fixed, call.token_weight, call.target, dtype, teacher, start)
-    function.arrange(lambda row: by_ranks(row, split, ranks))
-    ordered, scattered = by_ranks(call.target, split, ranks), split is not None
-    value = loss_by_chunks(call.as_sum(), ordered, function, Collectives(ranks), scattered=scattered)
-    return as_target(value, split) if reduction == "none" else value
+    ordered = arrange(call, function, ranks)
+    value = loss_by_chunks(call.as_sum(), ordered, function, Collectives(ranks))
+    return as_target(value, call.sequence_dim) if reduction == "none" else value

@@ -21,9 +21,9 @@ from ..ops import arguments, checks, distillation_checks, transforms
 from ..token_function import loss_by_chunks
 from ..user_function import Function
 from . import consistency
-from .bound import by_ranks, check_values
+from .bound import check_values
 from .groups import Group, ranks_of
-from .pipelined import Collectives
+from .pipelined import Collectives, arrange
 from .two_heads import bind_two_heads
 
 _HINT = (
@@ -139,7 +139,5 @@ def vocab_parallel_linear_distillation_token_loss(
         return _Bound(call, teacher, spec, function)
 
     call, _, _, function = consistency.bound(name, group, ranks, bind_function, check)
-    split = call.sequence_dim
-    function.arrange(lambda row: by_ranks(row, split, ranks))
-    ordered, scattered = by_ranks(call.target, split, ranks), split is not None
-    return loss_by_chunks(call.as_sum(), ordered, function, Collectives(ranks), scattered=scattered)
+    ordered = arrange(call, function, ranks)
+    return loss_by_chunks(call.as_sum(), ordered, function, Collectives(ranks))

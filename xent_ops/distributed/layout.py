@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..ops import rank_sums, transforms
+from ..ops import transforms
 from ..ops.contract import Shape
 from .groups import Ranks, ranks_of
-from .parts import first_class, share_of_rank
+from .parts import all_reduce, share_of_rank
 
 _CLASSES = ("V", "columns")  # the names of their number in ops/names.py
 
@@ -37,10 +37,6 @@ class Layout(NamedTuple):
     def partial(self) -> list[Placement]:
         """Of a sum over this rank's rows."""
         return [Partial() if isinstance(row, Shard) else Replicate() for row in self.rows]
-
-    def shard_range(self, width: int) -> tuple[int, int]:
-        """(first class, number of classes) of a rank that holds ``width`` of them."""
-        return first_class(width, None, self.num_classes, self.ranks), self.num_classes
 
     def local_shape(self) -> torch.Size:
         """Of this rank's rows."""
@@ -87,7 +83,7 @@ class Layout(NamedTuple):
     def total(self, numbers: Tensor) -> Tensor:
         """The sum over the ranks that have other rows."""
         for ranks in self.row_ranks.values():
-            numbers = rank_sums.wait(rank_sums.start(numbers, ranks.world, ranks.name, False, False))
+            numbers = all_reduce(numbers, ranks)
         return numbers
 
     def whole(self, weight: Tensor | None) -> Tensor | None:

@@ -25,8 +25,9 @@ from ..linear_call import LinearCall, bind
 from ..ops import arguments, transforms
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency
-from .bound import NAMES, as_target, bind_shard, by_ranks, check_values, gathered_input
+from .bound import NAMES, bind_shard, check_values
 from .groups import Group, Ranks, ranks_of
+from .parts import as_target, by_ranks
 from .pipelined import loss as pipelined_loss
 from .sharded_rows import reduced, sharded_rows
 from .vocab_parallel import RowValues
@@ -131,14 +132,12 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
-    split = call.sequence_dim
-    ordered = by_ranks(call.target, split, ranks)
-    factors = None if call.token_weight is None else by_ranks(call.token_weight, split, ranks)
     if call.pipelined:
-        return pipelined_loss(call, ordered, factors, ranks, scattered=split is not None)[0]
-    gathered, ordered = gathered_input(call.input, call.target, split, ranks)
-    rows, _ = sharded_rows(call.input, ordered, call.head, ranks, call.loss, gathered)
-    value = reduced(rows, ordered, call.loss, call.divisor, factors)
+        return pipelined_loss(call, ranks)[0]
+    split = call.sequence_dim
+    rows, _ = sharded_rows(call, ranks)
+    factors = by_ranks(call.token_weight, split, ranks)
+    value = reduced(rows, by_ranks(call.target, split, ranks), call.loss, call.divisor, factors)
     return as_target(value, split) if call.loss.reduction == "none" else value
 
 
@@ -151,11 +150,9 @@ def losses_and_sum(call: LinearCall, ranks: Ranks) -> tuple[Tensor, Tensor | Non
     ranks, of_rows = ranks.for_batches(call.head.chunking.batch_invariant), call.loss._replace(reduction="none")
     if not call.pipelined:
         return _loss(call._replace(loss=of_rows, token_weight=None), ranks), None
+    total, chunks = pipelined_loss(call, ranks)
     split = call.sequence_dim
-    ordered, factors = (None if t is None else by_ranks(t, split, ranks) for t in (call.target, call.token_weight))
-    assert ordered is not None
-    total, chunks = pipelined_loss(call, ordered, factors, ranks, scattered=split is not None)
-    parts = 1 if split is None else ranks.world
+    ordered, parts = by_ranks(call.target, split, ranks), 1 if split is None else ranks.world
     columns = (torch.cat([rows.view(parts, -1) for rows in column], 1) for column in zip(*chunks, strict=True))
     number = ordered.numel() // parts  # batch_invariant=True fills the last chunk up
     rows = RowValues(*(column[:, :number].reshape(ordered.shape) for column in columns))
@@ -213,9 +210,7 @@ def vocab_parallel_linear_token_log_probs(
 
     call = consistency.bound(name, group, ranks, bind_call, check)
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
-    gathered, ordered = gathered_input(call.input, call.target, call.sequence_dim, ranks)
-    ids = None if call.ids is None else by_ranks(call.ids, call.sequence_dim, ranks)
-    row_args = (call.input, ordered, call.head, ranks, call.loss, gathered)
-    rows, entropy = sharded_rows(*row_args, with_entropy=True, ids=ids)
+    rows, entropy = sharded_rows(call, ranks, with_entropy=True)
+    ids = by_ranks(call.ids, call.sequence_dim, ranks)
     values = log_probs_of_rows(rows.loss, rows.lse, entropy, ids, call.loss.row_options)
     return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

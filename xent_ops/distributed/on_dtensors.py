@@ -26,7 +26,7 @@ from ..head.products import concatenated
 from ..kernels import reductions, reference
 from ..kernels.options import Chunking, LossOptions, as_record
 from ..linear_call import LinearCall
-from ..ops import rank_sums, transforms
+from ..ops import transforms
 from ..ops.contract import Call, Shape
 from ..ops.dtensors import not_of_dtensors, takes_rows
 from ..ops.launch_cache import SignatureCache
@@ -34,7 +34,7 @@ from ..ops.library import OPERATORS, Operator, bound, returned, run
 from ..ops.schemas import COMPOSITES
 from . import layout
 from .layout import Layout
-from .parts import all_gather, all_gather_shard_stats
+from .parts import all_gather, all_gather_shard_stats, all_reduce, shard_range
 from .pipelined import rows_and_gradients
 
 _ops = torch.ops.xent
@@ -172,7 +172,7 @@ def _of_rows(name: str, at: Layout, call: Call) -> Any:
 def _slice(at: Layout, call: Call) -> dict[str, Any]:
     """This rank's arguments of the operators for a slice of the classes."""
     width = call.logits.shape[-1] if hasattr(call, "logits") else call.linear_weight.shape[0]
-    start, number = at.shard_range(width)
+    start, number = shard_range(width, at.num_classes, None, at.ranks)
     weight = None if call.weight is None else call.weight[start : start + width]
     return call._asdict() | {"class_start": start, "num_classes": number, "weight": weight}
 
@@ -223,8 +223,7 @@ def _added_up(at: Layout, call: Call, grads: Any) -> Any:
     """Gradients of a head. The input's is added up here where the order of the ranks matters."""
     grad_input, *others = grads
     if at.vocabulary is not None and call.output_mask[0] and _in_rank_order(at, call):
-        total = rank_sums.start(grad_input.flatten(0, -2), at.ranks.world, at.ranks.name, False, True)
-        grad_input = rank_sums.wait(total).view(grad_input.shape)
+        grad_input = all_reduce(grad_input.flatten(0, -2), at.ranks, in_rank_order=True).view(grad_input.shape)
     return grad_input, *others
 
 

@@ -1,17 +1,18 @@
-"""The shard of the vocabulary that each rank holds, and the all-gather of the shards' statistics."""
+"""The part of the vocabulary and of the rows that each rank holds, and collectives that are awaited at once."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.options import RowOptions
-from ..ops import scalars
-from ..ops.dtensors import refuse_dtensor
+from ..ops import rank_sums, scalars
 from ..ops.library import below_autograd
 from .groups import Ranks
+
+_Rows = TypeVar("_Rows", Tensor, Tensor | None)
 
 
 def share_of_rank(num_classes: int, rank: int, world: int) -> tuple[int, int]:
@@ -21,12 +22,12 @@ def share_of_rank(num_classes: int, rank: int, world: int) -> tuple[int, int]:
     return start, min(size, num_classes - start)
 
 
-def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ranks) -> int:
-    """The first class of this rank's shard of ``width`` columns."""
-    if num_classes < 1:
-        raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+def shard_range(width: int, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
+    """(class_start, num_classes) of this rank's ``width`` columns. Raises the errors that it can detect alone."""
+    class_start = None if class_start is None else scalars.integer("class_start", class_start)
+    num_classes = scalars.at_least_one("num_classes", num_classes)
     if class_start is not None:
-        return class_start  # the operator checks it
+        return class_start, num_classes  # the operator checks the start
     if ranks.world > 1 and width >= num_classes > 1:
         raise ValueError(
             f"the shard has {width} columns, which is the whole vocabulary of num_classes={num_classes}: each of the "
@@ -39,21 +40,7 @@ def first_class(width: int, class_start: int | None, num_classes: int, ranks: Ra
             f"the shard of rank {ranks.rank} has {width} columns; of num_classes={num_classes} over {ranks.world} "
             f"ranks DTensor's chunk rule gives it {size} (from class {start}). Pass class_start for any other split"
         )
-    return start
-
-
-def shard_range_of(logits: Tensor, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
-    """(class_start, num_classes) of this rank's columns. Raises the errors that this rank can detect alone."""
-    refuse_dtensor("logits_shard", logits, "xent_ops.cross_entropy")
-    if logits.dim() < 1:
-        raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
-    return shard_range_of_width(logits.shape[-1], num_classes, class_start, ranks)
-
-
-def shard_range_of_width(width: int, num_classes: Any, class_start: Any, ranks: Ranks) -> tuple[int, int]:
-    start = None if class_start is None else scalars.integer("class_start", class_start)
-    num_classes = scalars.integer("num_classes", num_classes)
-    return first_class(width, start, num_classes, ranks), num_classes
+    return start, num_classes
 
 
 def all_gather_shard_stats(
@@ -83,3 +70,22 @@ def all_gather(tensor: Tensor, ranks: Ranks) -> Tensor:
     collectives = torch.ops._c10d_functional
     gathered = below_autograd(collectives.all_gather_into_tensor.default, tensor, ranks.world, ranks.name)
     return below_autograd(collectives.wait_tensor.default, gathered)
+
+
+def all_reduce(tensor: Tensor, ranks: Ranks, in_rank_order: bool = False) -> Tensor:
+    """The sum over the ranks. In eager it may be written over the tensor."""
+    if ranks.world == 1:
+        return tensor
+    return rank_sums.wait(rank_sums.start(tensor, ranks.world, ranks.name, False, in_rank_order))
+
+
+def by_ranks(rows: _Rows, split: int | None, ranks: Ranks) -> _Rows:
+    """Rows of the target in the order of the ranks' inputs, (ranks, ...). Without a split: unchanged."""
+    if rows is None or split is None:
+        return rows
+    return rows.unflatten(split, (ranks.world, -1)).movedim(split, 0).contiguous()
+
+
+def as_target(value: Tensor, split: int | None) -> Tensor:
+    """The inverse of ``by_ranks``, for values of shape (ranks, ...), one for each row."""
+    return value if split is None else value.movedim(0, split).flatten(split, split + 1)

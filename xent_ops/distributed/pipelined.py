@@ -25,7 +25,9 @@ from ..ops.linear import composite
 from ..ops.linear.chunk import with_gradients
 from ..ops.message_values import repr_for_message
 from ..ops.reduction import divisors_of
+from ..user_function import TokenRows
 from .groups import Ranks
+from .parts import all_reduce, by_ranks
 from .sharded_rows import reduced
 from .vocab_parallel import RowValues
 
@@ -48,6 +50,12 @@ class Collectives(OneRank):
         return tensor if self.world == 1 else rank_sums.wait(tensor)
 
 
+def arrange(call: LinearCall, function: TokenRows, ranks: Ranks) -> Tensor:
+    """Bring the function's rows into the order of the ranks' inputs. Returns the target in this order."""
+    function.arrange(lambda row: by_ranks(row, call.sequence_dim, ranks))
+    return by_ranks(call.target, call.sequence_dim, ranks)
+
+
 def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossOptions) -> bool:
     """Does this file compute this call? All ranks return the same answer."""
     if not (asked is None or isinstance(asked, bool)):
@@ -62,16 +70,11 @@ def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossO
     return asked is not False and possible and composite.gradients_in_forward(input, head.weight, head.bias)
 
 
-def loss(
-    call: LinearCall,
-    target: Tensor,  # all rows, (...); if ``scattered``, (ranks, ...), and the input is this rank's part
-    token_weight: Tensor | None,  # of the target's shape
-    ranks: Ranks,
-    *,
-    scattered: bool = False,
-) -> tuple[Tensor, list[RowValues]]:
+def loss(call: LinearCall, ranks: Ranks) -> tuple[Tensor, list[RowValues]]:
     """(the mean or the sum, constant values of each chunk's rows). Input, weight or bias requires grad."""
     input, head, options, divisor = call.input, call.head, call.loss, call.divisor
+    split_dim, scattered = call.sequence_dim, call.sequence_dim is not None
+    target, token_weight = by_ranks(call.target, split_dim, ranks), by_ranks(call.token_weight, split_dim, ranks)
     checks.constant("divisor", divisor)
     dtype = reference.accumulator(input)
     class_weights = None if head.class_weight is None else _class_weights(target, head, options, dtype)
@@ -90,8 +93,8 @@ def loss(
 
 def rows_and_gradients(
     call: LinearCall,
-    target: Tensor,
-    token_weight: Tensor | None,
+    target: Tensor,  # all rows, (...); if ``scattered``, (ranks, ...), and the input is this rank's part
+    token_weight: Tensor | None,  # of the target's shape
     ranks: Ranks,
     split: float16.Split,
     output_mask: Sequence[bool],
@@ -101,7 +104,7 @@ def rows_and_gradients(
 ) -> tuple[list[RowValues], list[tuple[Tensor, ...]], loop.Gradients]:
     """(values of each chunk's rows, their targets and token weights if there are some, gradients of all rows).
 
-    Arguments are those of ``loss`` and of head/loop.py.
+    Other arguments are those of head/loop.py.
     """
     input, head, options, parts = call.input, call.head, call.loss, ranks.world if scattered else 1
     one, dtype = split.divisors.new_ones(()), split.divisors.dtype
@@ -142,10 +145,7 @@ def _divisors(
     if class_weights is None or options.reduction != "mean":
         return divisors_of(target, None, token_weight, divisor, options, dtype)
     divisors = reductions.divisor_of(class_weights, target, options.row_options.ignore_index, token_weight)
-    if ranks.world == 1:
-        return divisors
-    total = rank_sums.wait(rank_sums.start(divisors[0], ranks.world, ranks.name, scattered=False, in_rank_order=False))
-    return torch.stack([total, divisors[1]])
+    return divisors if ranks.world == 1 else torch.stack([all_reduce(divisors[0], ranks), divisors[1]])
 
 
 def _class_weights(target: Tensor, head: HeadSlice, options: LossOptions, dtype: torch.dtype) -> Tensor:
@@ -164,9 +164,7 @@ def _summed_class_weights(class_weights: Tensor, head: HeadSlice, ranks: Ranks, 
     assert head.class_weight is not None
     own, columns = class_weights.abs().reshape(-1), head.columns()
     weights = torch.cat([own, head.class_weight[:columns].to(own.dtype).abs().sum().view(1)])
-    if ranks.world > 1:
-        sum_args = (ranks.world, ranks.name)
-        weights = rank_sums.wait(rank_sums.start(weights, *sum_args, False, ranks.in_rank_order))
+    weights = all_reduce(weights, ranks, ranks.in_rank_order)
     rows = weights[:-1].view(class_weights.shape)
     smoothing, number = options.row_options.label_smoothing, head.shard_range[1]
     mean = weights[-1] / (columns if number is None else number)

@@ -5,31 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..head.loop import HeadSlice
 from ..kernels import reductions
 from ..kernels.options import LossOptions
+from ..linear_call import LinearCall
 from ..ops.library import below_autograd
 from ..ops.reduction import divisors_of
 from .groups import Ranks
-from .parts import all_gather
+from .parts import all_gather, by_ranks
 from .vocab_parallel import RowValues
 
 _ops = torch.ops.xent
 
 
-def sharded_rows(
-    input: Tensor,  # (..., H) of this rank
-    target: Tensor,  # all rows
-    head: HeadSlice,
-    ranks: Ranks,
-    loss: LossOptions,
-    gathered_input: Tensor | None = None,  # (ranks, *input.shape), with sequence_parallel
-    with_entropy: bool = False,
-    ids: Tensor | None = None,  # (..., K), several classes of all rows
-) -> tuple[RowValues, Tensor]:
-    """(the values of each row of the target, with ids x of them for a loss; the entropies if ``with_entropy``)."""
-    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = head
-    options = {**chunking.keywords(), **loss.row_options.keywords()}
+def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> tuple[RowValues, Tensor]:
+    """(the values of each row, with ids x of them for a loss; entropies), in the order of ``by_ranks``."""
+    input, split = call.input, call.sequence_dim
+    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = call.head
+    target, ids = by_ranks(call.target, split, ranks), by_ranks(call.ids, split, ranks)
+    options = {**chunking.keywords(), **call.loss.row_options.keywords()}
+    gathered_input = None  # (ranks, *input.shape)
+    if split is not None:
+        gathered_input = all_gather(input.detach().unsqueeze(0).contiguous(), ranks)
     rows = input if gathered_input is None else gathered_input
     statistics = below_autograd(
         _ops.linear_cross_entropy_shard.default,

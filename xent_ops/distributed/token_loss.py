@@ -19,9 +19,10 @@ from ..ops import arguments, checks, transforms
 from ..token_function import TokenFunction, loss_by_chunks
 from ..user_function import Function, TokenRows, UserFunction
 from . import consistency, on_dtensors
-from .bound import NAMES, bind_shard, by_ranks, check_values, gathered_input
+from .bound import NAMES, bind_shard, check_values
 from .groups import Group, Ranks, ranks_of
-from .pipelined import Collectives, is_pipelined
+from .parts import shard_range
+from .pipelined import Collectives, arrange, is_pipelined
 from .sharded_rows import sharded_rows
 
 
@@ -107,29 +108,21 @@ def vocab_parallel_linear_token_loss(
 
 
 def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = False) -> Tensor:
-    target, input, head, split = call.target, call.input, call.head, call.sequence_dim
-    function.arrange(lambda row: by_ranks(row, split, ranks))
+    ordered = arrange(call, function, ranks)
 
-    def of_rows() -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        gathered, ordered = gathered_input(input, target, split, ranks)
-        rows, entropy = sharded_rows(
-            input, ordered, head, ranks, call.loss, gathered, with_entropy=function.reads_entropy
-        )
-        return (rows.loss, rows.lse, entropy), ordered
+    def of_rows() -> tuple[Tensor, Tensor, Tensor]:
+        rows, entropy = sharded_rows(call, ranks, with_entropy=function.reads_entropy)
+        return rows.loss, rows.lse, entropy
 
     if check and call.ids is None and isinstance(function, UserFunction):
         with torch.no_grad():
-            statistics_of_rows, ordered = of_rows()
-            function.check(*statistics_of_rows, ordered)
+            function.check(*of_rows(), ordered)
     # In float16 each row's factor (head/float16.py) follows from the derivatives of all rows.
-    if call.ids is None and not (call.pipelined and input.dtype != torch.float16):
-        statistics_of_rows, ordered = of_rows()
-        values = function.all_values(*statistics_of_rows, ordered)
-        return function.sum(values, ordered, call.divisor)
+    if call.ids is None and not (call.pipelined and call.input.dtype != torch.float16):
+        return function.sum(function.all_values(*of_rows(), ordered), ordered, call.divisor)
     if call.ids is not None:  # only the loop over all rows supports several classes a row
-        call = call._replace(head=head._replace(chunking=head.chunking._replace(skip_ignored=False)))
-    ordered = by_ranks(target, split, ranks)
-    return loss_by_chunks(call, ordered, function, Collectives(ranks), scattered=split is not None)
+        call = call._replace(head=call.head._replace(chunking=call.head.chunking._replace(skip_ignored=False)))
+    return loss_by_chunks(call, ordered, function, Collectives(ranks))
 
 
 def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tensor:
@@ -144,7 +137,7 @@ def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tenso
     # The loop adds up the input's gradient over the ranks that share the vocabulary.
     x = _part(input, at.mesh, at.rows, at.rows)
     w, b = (_part(tensor, at.mesh, at.of_head(at.replicated), at.of_head(at.partial)) for tensor in (weight, bias))
-    head = call.head._replace(weight=w, bias=b, shard_range=at.shard_range(w.shape[0]))
+    head = call.head._replace(weight=w, bias=b, shard_range=shard_range(w.shape[0], at.num_classes, None, at.ranks))
     mine = call._replace(input=x, head=head, target=target).as_sum()
     if call.loss.reduction == "mean":
         mine = mine._replace(divisor=at.total(mine.divisor))  # type: ignore[arg-type]

@@ -19,13 +19,13 @@ from ..head.loop import ChunkLogits, RowRange
 from ..kernels import reference
 from ..kernels.options import DEFAULTS
 from ..linear_call import LinearCall, bind
-from ..ops import arguments, checks, rank_sums, transforms
+from ..ops import arguments, checks, transforms
 from ..ops.distillation_arguments import target_of
 from ..outputs import TopK, top_k_of_rows
 from . import consistency
-from .bound import NAMES, as_target, bind_shard, by_ranks, check_values
+from .bound import NAMES, bind_shard, check_values
 from .groups import Group, Ranks, ranks_of
-from .parts import all_gather
+from .parts import all_gather, all_reduce, as_target, by_ranks
 from .pipelined import Collectives
 
 _ops = torch.ops.xent
@@ -111,9 +111,7 @@ def _rows(call: LinearCall, k: int, with_rank: bool, ranks: Ranks) -> tuple[Tens
     index = target.reshape(-1, 1).to(torch.int64)
     counted, valid = reference.is_counted(index, options.ignore_index), (index >= 0) & (index < num_classes)
     if with_rank:
-        if ranks.world > 1:
-            before = rank_sums.wait(rank_sums.start(before, ranks.world, ranks.name, False, False))
-        before = torch.where(counted & valid, before.unsqueeze(-1), -1).squeeze(-1)
+        before = torch.where(counted & valid, all_reduce(before, ranks).unsqueeze(-1), -1).squeeze(-1)
         x = torch.where(valid, reference.activation(at_target.unsqueeze(-1), options), float("nan"))
         at_ids, ids = torch.cat([at_ids, x], -1), torch.cat([ids, index], -1)
         ids = torch.where(counted, ids, DEFAULTS.ignore_index)

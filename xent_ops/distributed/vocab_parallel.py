@@ -24,10 +24,11 @@ from torch import Tensor
 from ..kernels.options import LossOptions, Reduction, RowOptions
 from ..kernels.reductions import divisor_of, reduce_rows
 from ..ops import arguments, checks, transforms
+from ..ops.dtensors import refuse_dtensor
 from ..ops.library import refuse
-from . import consistency, function
+from . import consistency, function, parts
 from .groups import Group, Ranks, ranks_of
-from .parts import all_gather_shard_stats, shard_range_of
+from .parts import all_gather_shard_stats
 
 
 class RowValues(NamedTuple):
@@ -84,7 +85,10 @@ def _bound(
     checks.constant("weight", weight)
     arguments.optional("token_weight", token_weight)
     checks.token_weight(token_weight, target)
-    shard_range = shard_range_of(logits, num_classes, class_start, ranks)
+    refuse_dtensor("logits_shard", logits, "xent_ops.cross_entropy")
+    if logits.dim() < 1:
+        raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
+    shard_range = parts.shard_range(logits.shape[-1], num_classes, class_start, ranks)
     arguments.boolean("batch_invariant", batch_invariant)
     if check:  # the errors that the operators would raise
         refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
