@@ -301,7 +301,6 @@ class DivergenceSteps:
         grad_values = self.upstream(rows, part)
         if not any(output_mask):
             return None
-        backward_args = (self.weight, part.target, rows.statistics, self.class_start, output_mask[0], part.counted, after)
-        return _ops.linear_divergences_chunk_grad_(
-            chunk_logits[0], grad_values, chunk_logits[1], *backward_args, **self.spec.keywords()
-        )
+        row_args = (chunk_logits[0], grad_values, chunk_logits[1], self.weight, part.target, rows.statistics)
+        chunk_args = (self.class_start, output_mask[0], part.counted, after)
+        return _ops.linear_divergences_chunk_grad_(*row_args, *chunk_args, **self.spec.keywords())
