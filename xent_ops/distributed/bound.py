@@ -25,8 +25,12 @@ def bind_shard(
     num_classes: Any,
     class_start: Any,
     sequence_parallel: bool,
+    check: bool = False,
 ) -> LinearCall:
-    """Bind the call to this rank's classes. Raises all errors that this rank can detect, except for target values."""
+    """Bind the call to this rank's classes. Raises all errors that this rank can detect.
+
+    ``check``: also those that depend on the values of targets.
+    """
     tensors = {"input": call.input, "weight_shard": call.head.weight, "bias_shard": call.head.bias}
     tensors |= {"target": call.target, "ids": call.ids, "token_weight": call.token_weight, "divisor": call.divisor}
     for argument, tensor in tensors.items():
@@ -50,14 +54,16 @@ def bind_shard(
         refuse("token_logits", logits, call.ids, **call.loss.row_options._asdict())
     head = head._replace(shard_range=shard_range)
     three_products = is_pipelined(pipelined, input, head, call.loss)
-    return call._replace(head=head, sequence_dim=split, pipelined=three_products)
+    call = call._replace(head=head, sequence_dim=split, pipelined=three_products)
+    if check:
+        check_values(call)
+    return call
 
 
-def check_values(call: LinearCall) -> LinearCall:
+def check_values(call: LinearCall) -> None:
     """Raise the errors that depend on the values of targets."""
     classes = call.target if call.ids is None else call.ids
     checks.target_values(classes, call.head.shard_range[1], call.loss.row_options.ignore_index)
-    return call
 
 
 def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:

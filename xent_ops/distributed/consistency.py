@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._private import private
 from ..kernels.reference import columns_of
-from ..ops import arguments
+from ..ops import arguments, transforms
 from .groups import Group, Ranks, process_group
 
 _Record = TypeVar("_Record")
@@ -35,24 +35,18 @@ def _accumulator(tensor: Tensor) -> str:
     return "float64" if tensor.dtype == torch.float64 else "float32"
 
 
+def _shape_and_dtype(name: str) -> dict[str, Callable[[Tensor], Any]]:
+    return {f"{name}.shape": lambda t: tuple(t.shape), f"{name}.dtype": lambda t: t.dtype}
+
+
 # Field: the argument's name, and its properties that all ranks must agree on. Every rank must pass it, or none.
 _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     "target": ("target", {"target.shape": lambda t: tuple(t.shape), "targets": lambda t: t.to(torch.int64).cpu()}),
     "logits": ("logits_shard", {"accumulation in": _accumulator}),
-    "input": (
-        "input",
-        {
-            "input.shape": lambda t: tuple(t.shape),
-            "input.dtype": lambda t: t.dtype,
-            "input.requires_grad": _wants_grad,
-        },
-    ),
+    "input": ("input", {**_shape_and_dtype("input"), "input.requires_grad": _wants_grad}),
     "weight": ("weight_shard", {"weight_shard.requires_grad": _wants_grad}),  # shape and dtype follow from the input's
     "bias": ("bias_shard", {"bias_shard.requires_grad": _wants_grad}),
-    "teacher_input": (
-        "teacher_input",
-        {"teacher_input.shape": lambda t: tuple(t.shape), "teacher_input.dtype": lambda t: t.dtype},
-    ),
+    "teacher_input": ("teacher_input", _shape_and_dtype("teacher_input")),
     "teacher_weight": ("teacher_weight_shard", {}),
     "teacher_bias": ("teacher_bias_shard", {}),
     "classes": ("classes", {}),
@@ -62,10 +56,7 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
         {"token_weight.shape": lambda t: tuple(t.shape), "token weights": lambda t: t.double().cpu()},
     ),
     "ids": ("ids", {"ids.shape": lambda t: tuple(t.shape), "ids": lambda t: t.to(torch.int64).cpu()}),
-    "probs": (
-        "probs",
-        {"probs.dtype": lambda t: t.dtype, "probabilities": lambda t: t.double().cpu()},
-    ),
+    "probs": ("probs", {"probs.dtype": lambda t: t.dtype, "probabilities": lambda t: t.double().cpu()}),
     "divisor": ("divisor", {"divisor": lambda t: repr(float(t))}),  # as text, in which NaN equals NaN
 }
 
@@ -78,11 +69,13 @@ def bound(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record], ch
     not match.
     """
     if not arguments.boolean("check", check):
+        transforms.refuse(f"xent_ops.distributed.{name}")
         return bind()
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     record, found = None, {}
     try:
+        transforms.refuse(f"xent_ops.distributed.{name}")
         record = bind()
         found = report(record)
     except Exception as error:  # the other ranks must get a report, or they wait for this one

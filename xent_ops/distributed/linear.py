@@ -22,15 +22,14 @@ from torch import Tensor
 
 from ..kernels.options import HeadProducts, Reduction
 from ..linear_call import LinearCall, bind
-from ..ops import arguments, transforms
+from ..ops import arguments
 from ..outputs import TokenLogProbs, log_probs_of_rows
 from . import consistency
-from .bound import NAMES, bind_shard, check_values
+from .bound import NAMES, bind_shard
 from .groups import Group, Ranks, ranks_of
 from .parts import as_target, by_ranks
 from .pipelined import loss as pipelined_loss
-from .sharded_rows import reduced, sharded_rows
-from .vocab_parallel import RowValues
+from .sharded_rows import RowValues, reduced, sharded_rows
 
 
 @arguments.named
@@ -121,11 +120,9 @@ def vocab_parallel_linear_cross_entropy(
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
     def bind_call() -> LinearCall:
-        transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, weight)
         call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, names=NAMES)
-        call = bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel)
-        return check_values(call) if check else call
+        return bind_shard(call, ranks, pipelined, num_classes, class_start, sequence_parallel, check)
 
     call = consistency.bound(name, group, ranks, bind_call, check)
     return _loss(call, ranks.for_batches(call.head.chunking.batch_invariant))
@@ -202,11 +199,9 @@ def vocab_parallel_linear_token_log_probs(
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
     def bind_call() -> LinearCall:
-        transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, None)
         call = bind(*head_args, raw_options, raw_chunking, several=True, names=NAMES)
-        call = bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
-        return check_values(call) if check else call
+        return bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel, check)
 
     call = consistency.bound(name, group, ranks, bind_call, check)
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)

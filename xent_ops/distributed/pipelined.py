@@ -28,8 +28,7 @@ from ..ops.reduction import divisors_of
 from ..user_function import TokenRows
 from .groups import Ranks
 from .parts import all_reduce, by_ranks
-from .sharded_rows import reduced
-from .vocab_parallel import RowValues
+from .sharded_rows import RowValues, reduced
 
 
 class Collectives(OneRank):

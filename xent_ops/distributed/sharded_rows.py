@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,16 @@ from ..ops.library import below_autograd
 from ..ops.reduction import divisors_of
 from .groups import Ranks
 from .parts import all_gather, by_ranks
-from .vocab_parallel import RowValues
 
 _ops = torch.ops.xent
+
+
+class RowValues(NamedTuple):
+    """One value a row, the same on every rank of the group."""
+
+    loss: Tensor
+    lse: Tensor
+    weight: Tensor  # the class weight of the row's target; 0 in ignored rows; 1 without class weights
 
 
 def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> tuple[RowValues, Tensor]:

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, bind, statistics
-from ..ops import arguments, checks, transforms
+from ..ops import arguments, checks
 from ..token_function import TokenFunction, loss_by_chunks
 from ..user_function import Function, TokenRows, UserFunction
 from . import consistency, on_dtensors
-from .bound import NAMES, bind_shard, check_values
+from .bound import NAMES, bind_shard
 from .groups import Group, Ranks, ranks_of
 from .parts import shard_range
 from .pipelined import Collectives, arrange, is_pipelined
@@ -93,15 +93,14 @@ def vocab_parallel_linear_token_loss(
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
 
     def bind_function() -> _Bound:
-        transforms.refuse(f"xent_ops.distributed.{name}")
         head_args = (input, weight_shard, target, bias_shard, None)
         call = bind(*head_args, raw_options, raw_chunking, divisor, several=True, names=NAMES)
         checks.reduction(reduction, ("mean", "sum"))
-        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
+        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel, check)
         ignore_index = call.loss.row_options.ignore_index
         learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
         function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
-        return _Bound(check_values(call) if check else call, function)
+        return _Bound(call, function)
 
     call, function = consistency.bound(name, group, ranks, bind_function, check)
     return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)

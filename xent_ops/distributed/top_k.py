@@ -19,11 +19,11 @@ from ..head.loop import ChunkLogits, RowRange
 from ..kernels import reference
 from ..kernels.options import DEFAULTS
 from ..linear_call import LinearCall, bind
-from ..ops import arguments, checks, transforms
+from ..ops import arguments, checks
 from ..ops.distillation_arguments import target_of
 from ..outputs import TopK, top_k_of_rows
 from . import consistency
-from .bound import NAMES, bind_shard, check_values
+from .bound import NAMES, bind_shard
 from .groups import Group, Ranks, ranks_of
 from .parts import all_gather, all_reduce, as_target, by_ranks
 from .pipelined import Collectives
@@ -171,7 +171,6 @@ def vocab_parallel_linear_top_k(
     name, ranks = "vocab_parallel_linear_top_k", ranks_of(group)
 
     def bind_call() -> _Bound:
-        transforms.refuse(f"xent_ops.distributed.{name}")
         arguments.required("input", input)
         if target is None and ranks.world > 1 and arguments.boolean("sequence_parallel", sequence_parallel):
             raise ValueError("sequence_parallel=True splits one dimension of the target: pass target")
@@ -179,10 +178,10 @@ def vocab_parallel_linear_top_k(
         raw_options = (ignored, 0.0, softcap, logit_scale, 0.0, "none")
         raw_chunking = (None, chunk_rows, False, logits_dtype, None, batch_invariant)
         call = bind(input, weight_shard, rows, bias_shard, None, raw_options, raw_chunking, names=NAMES)
-        call = bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel)
+        call = bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel, check)
         number = arguments.integer("k", k)
         checks.top_k(number, call.head.shard_range[1])
-        return _Bound(check_values(call) if check else call, number)
+        return _Bound(call, number)
 
     with torch.no_grad():
         call, k = consistency.bound(name, group, ranks, bind_call, check)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..kernels.options import TokenReduction
 from ..linear_call import LinearCall, bind
-from ..ops import arguments, checks, transforms
+from ..ops import arguments, checks
 from ..top_k_distillation import bind_loss, check_teacher
 from . import consistency, token_loss
-from .bound import NAMES, bind_shard, check_values
+from .bound import NAMES, bind_shard
 from .groups import Group, ranks_of
 
 
@@ -82,13 +82,12 @@ def vocab_parallel_linear_top_k_distillation_loss(
     raw_chunking = (accumulate_dtype, chunk_rows, False, logits_dtype, None, batch_invariant)
 
     def bind_all() -> _Bound:
-        transforms.refuse(f"xent_ops.distributed.{name}")
         check_teacher(input, ids, probs, tail, ignore_index)
         head_args = (input, weight_shard, ids, bias_shard, None)
         call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True, names=NAMES)
         checks.reduction(reduction, ("mean", "sum"))
-        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel)
-        return _Bound(check_values(call) if check else call, probs, tail)
+        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel, check)
+        return _Bound(call, probs, tail)
 
     bound = consistency.bound(name, group, ranks, bind_all, check)
     return token_loss.loss(*bind_loss(*bound), ranks.for_batches(batch_invariant))

@@ -16,43 +16,20 @@ Sources: Megatron-LM's vocab_parallel_cross_entropy; the losses' linearity in (l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.options import LossOptions, Reduction, RowOptions
+from ..kernels.options import LossOptions, Reduction
 from ..kernels.reductions import divisor_of, reduce_rows
 from ..ops import arguments, checks, transforms
 from ..ops.dtensors import refuse_dtensor
 from ..ops.library import refuse
 from . import consistency, function, parts
 from .groups import Group, Ranks, ranks_of
-from .parts import all_gather_shard_stats
 
-
-class RowValues(NamedTuple):
-    """One value a row, the same on every rank of the group."""
-
-    loss: Tensor
-    lse: Tensor
-    weight: Tensor  # the class weight of the row's target; 0 in ignored rows; 1 without class weights
-
-
-def sharded_rows(
-    logits: Tensor,  # (..., columns of this rank)
-    target: Tensor,  # (...)
-    weight: Tensor | None,  # (columns of this rank,)
-    ranks: Ranks,
-    shard_range: tuple[int, int],  # class_start, num_classes
-    options: RowOptions,
-) -> RowValues:
-    checks.constant("weight", weight)
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, options)
-    loss, lse, target_weight, *_ = torch.ops.xent.cross_entropy_shard_join(
-        logits, target, gathered, *shard_range, weight, **options.keywords()
-    )
-    return RowValues(loss, lse, target_weight)
+_ops = torch.ops.xent
 
 
 class _Bound(NamedTuple):
@@ -65,35 +42,6 @@ class _Bound(NamedTuple):
     loss: LossOptions
     token_weight: Tensor | None  # (...)
     batch_invariant: bool
-
-
-def _bound(
-    ranks: Ranks,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    num_classes: Any,
-    class_start: Any,
-    options: tuple[Any, Any, Any, Any, Any, str],  # as arguments.loss_options takes them
-    token_weight: Any,
-    batch_invariant: Any,
-    check: bool,
-) -> _Bound:
-    transforms.refuse("xent_ops.distributed.vocab_parallel_cross_entropy")
-    arguments.tensors(logits, target, weight, "logits_shard")
-    loss = arguments.loss_options(*options, logits.dtype)
-    checks.constant("weight", weight)
-    arguments.optional("token_weight", token_weight)
-    checks.token_weight(token_weight, target)
-    refuse_dtensor("logits_shard", logits, "xent_ops.cross_entropy")
-    if logits.dim() < 1:
-        raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
-    shard_range = parts.shard_range(logits.shape[-1], num_classes, class_start, ranks)
-    arguments.boolean("batch_invariant", batch_invariant)
-    if check:  # the errors that the operators would raise
-        refuse("cross_entropy_shard", *(logits, target, *shard_range, weight), **loss.row_options._asdict())
-        checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
-    return _Bound(target, logits, weight, shard_range, loss, token_weight, batch_invariant)
 
 
 @arguments.named
@@ -160,34 +108,41 @@ def vocab_parallel_cross_entropy(
         >>> loss = xent_ops.distributed.vocab_parallel_cross_entropy(shard, target, num_classes=1024)
         >>> loss.backward()
     """
-    raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
-    ranks = ranks_of(group)
-    shard_args = (ranks, logits_shard, target, weight, num_classes, class_start)
-    call = (*shard_args, raw_options, token_weight, batch_invariant, check)
-    bound = consistency.bound("vocab_parallel_cross_entropy", group, ranks, lambda: _bound(*call), check)
-    target, logits, class_weight, shard_range, loss, token_weight, _ = bound
-    ranks = ranks.for_batches(bound.batch_invariant)
-    return loss_of_shard(logits, target, class_weight, ranks, shard_range, loss, token_weight)
+    name, ranks = "vocab_parallel_cross_entropy", ranks_of(group)
+
+    def bind_call() -> _Bound:
+        arguments.tensors(logits_shard, target, weight, "logits_shard")
+        raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
+        loss = arguments.loss_options(*raw_options, logits_shard.dtype)
+        checks.constant("weight", weight)
+        arguments.optional("token_weight", token_weight)
+        checks.token_weight(token_weight, target)
+        refuse_dtensor("logits_shard", logits_shard, "xent_ops.cross_entropy")
+        if logits_shard.dim() < 1:
+            raise ValueError("logits_shard has no dimension; expected (..., columns of this rank)")
+        shard_range = parts.shard_range(logits_shard.shape[-1], num_classes, class_start, ranks)
+        arguments.boolean("batch_invariant", batch_invariant)
+        if check:  # the errors that the operators would raise
+            shard_args = (logits_shard, target, *shard_range, weight)
+            refuse("cross_entropy_shard", *shard_args, **loss.row_options._asdict())
+            checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
+        return _Bound(target, logits_shard, weight, shard_range, loss, token_weight, batch_invariant)
+
+    bound = consistency.bound(name, group, ranks, bind_call, check)
+    return _loss(bound, ranks.for_batches(bound.batch_invariant))
 
 
-def loss_of_shard(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ranks: Ranks,
-    shard_range: tuple[int, int],
-    loss: LossOptions,
-    token_weight: Tensor | None = None,
-) -> Tensor:
-    """The loss from this rank's columns, see RowValues. The weights have no gradient."""
+def _loss(call: _Bound, ranks: Ranks) -> Tensor:
+    """The loss from this rank's columns. The weights have no gradient."""
+    target, logits, weight, shard_range, loss, token_weight, _ = call
+    shard_args = (logits, target, weight, ranks, shard_range)
     wanted = logits.requires_grad and torch.is_grad_enabled()
     if token_weight is None and wanted and not transforms.is_traced():
-        return function.apply(logits, target, weight, ranks, shard_range, loss)
-    if token_weight is not None or loss.reduction == "none":
-        rows = sharded_rows(logits, target, weight, ranks, shard_range, loss.row_options)
-        divisor = divisor_of(rows.weight, target, loss.row_options.ignore_index, token_weight)
-        return reduce_rows(rows.loss, rows.lse, target, divisor, loss, token_weight).value
-    gathered = all_gather_shard_stats(logits, target, weight, ranks, shard_range, loss.row_options)
-    return torch.ops.xent.cross_entropy_shard_reduced(
-        logits, target, gathered, *shard_range, weight, **loss.keywords()
-    )[0]
+        return function.apply(*shard_args, loss)
+    gathered = parts.all_gather_shard_stats(*shard_args, loss.row_options)
+    join_args = (logits, target, gathered, *shard_range, weight)
+    if token_weight is None and loss.reduction != "none":
+        return _ops.cross_entropy_shard_reduced(*join_args, **loss.keywords())[0]
+    row_loss, lse, target_weight, *_ = _ops.cross_entropy_shard_join(*join_args, **loss.row_options.keywords())
+    divisor = divisor_of(target_weight, target, loss.row_options.ignore_index, token_weight)
+    return reduce_rows(row_loss, lse, target, divisor, loss, token_weight).value
