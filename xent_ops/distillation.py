@@ -87,9 +87,8 @@ def distillation_loss(
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    fixed = distillation_arguments.fixed_loss(
-        distillation_arguments.spec(ignore_index, softcap, logit_scale, options), hard_weight
-    )
+    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+    fixed = distillation_arguments.fixed_loss(spec, hard_weight)
     loss = LossOptions(RowOptions(fixed.spec.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
     divisor = arguments.divisor(divisor, input, reduction)
@@ -166,9 +165,8 @@ def linear_distillation_loss(
     checks.token_weight(token_weight, target)
     teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    fixed = distillation_arguments.fixed_loss(
-        distillation_arguments.spec(ignore_index, softcap, logit_scale, options), hard_weight
-    )
+    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+    fixed = distillation_arguments.fixed_loss(spec, hard_weight)
     call = call.in_autocast_dtype()
     student = (call.input, call.head.weight, call.head.bias)
     output_mask = [tensor is not None and tensor.requires_grad for tensor in student]

@@ -190,9 +190,7 @@ def distillation_token_loss(
     values, statistics = differentiable(
         "divergences_forward", input, given.logits, target, given.lse, **spec.keywords()
     )
-    found = values.new_empty(0)
-    if with_tops:
-        found = tops(input.detach(), given, target, classes, spec)
+    found = tops(input.detach(), given, target, classes, spec) if with_tops else values.new_empty(0)
     if check:
         function.check(values, statistics, found, target)
     if reduction == "mean":

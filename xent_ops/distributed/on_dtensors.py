@@ -275,17 +275,7 @@ def _with_grad(name: str, at: Layout, call: Call) -> Any:
     value = at.total(reduced.value)
     if transforms.is_recorded():  # else a partitioner computes the gradients in the backward, and keeps all logits
         value = _ops.attach_gradients(value, call.input, call.linear_weight, call.linear_bias, *gradients)
-    return (
-        value,
-        divisors,
-        empty,
-        empty,
-        row_loss,
-        lse,
-        no_argmax,
-        empty,
-        *_added_up(at, call, gradients),
-    )
+    return value, divisors, empty, empty, row_loss, lse, no_argmax, empty, *_added_up(at, call, gradients)
 
 
 _RULES: dict[str, Callable[[str, Layout, Call], Any]] = {

@@ -18,15 +18,7 @@ from .chunks import classes_of
 from .float16 import times
 from .ids import gradient
 from .packing import part_of
-from .products import (
-    InPlace,
-    add_product,
-    add_rows,
-    counting_kernels,
-    gradient_in,
-    logits_of,
-    zero_behind,
-)
+from .products import InPlace, add_product, add_rows, counting_kernels, gradient_in, logits_of, zero_behind
 from .shard import pack_statistics, rank_statistics, statistics_by_lse
 
 _ops = torch.ops.xent

@@ -272,7 +272,7 @@ class GradientFunction(torch.autograd.Function):
             return _gradient_in_plain_torch(grad, grad_lse, saved, ctx.options)
 
         needs = [i < 3 and needed for i, needed in enumerate(ctx.needs_input_grad[:8])]
-        return *differentiate(gradient, ctx.saved_tensors, needs, {}, grad_grad), None, None
+        return *differentiate(gradient, ctx.saved_tensors, needs, grad_grad), None, None
 
 
 def _gradient_in_plain_torch(

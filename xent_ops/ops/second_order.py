@@ -33,7 +33,7 @@ def differentiate_call(
         return function(**dict(zip(names, tensors, strict=True)), **options)
 
     needs = [needs_grad(ctx, name) for name in names]
-    return dict(zip(names, differentiate(by_name, ctx.saved_tensors, needs, {}, grad), strict=True))
+    return dict(zip(names, differentiate(by_name, ctx.saved_tensors, needs, grad), strict=True))
 
 
 def without_derivative(name: str, instead: str) -> None:
@@ -64,7 +64,6 @@ def differentiate(
     function: Callable[..., Any],
     arguments: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
-    options: dict[str, Any],
     grad: Any,
 ) -> tuple[Tensor | None, ...]:
     """The vector-Jacobian product of ``function`` for the arguments that need it, None for the others.
@@ -82,7 +81,7 @@ def differentiate(
         full = list(arguments)
         for i, tensor in zip(indices, tensors, strict=True):
             full[i] = tensor
-        return function(*full, **options)
+        return function(*full)
 
     pullback = torch.func.vjp(with_tensors, *(arguments[i] for i in indices))[1]
     grads: list[Tensor | None] = [None] * len(arguments)
