@@ -84,13 +84,10 @@ def vocab_parallel_linear_distillation_loss(
             ignored, and hard_weight's cross entropy uses them. None: all rows count.
         sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``, for both inputs. They are this rank's part of
             the same rows. Both are gathered, chunk by chunk. The gradient of the student's input is reduce-scattered.
-        beta, temperature, hard_weight, reduction, divisor, ignore_index, token_weight: as for
-            ``xent_ops.linear_distillation_loss``, the same on every rank. target and token_weight hold all rows,
-            also with ``sequence_parallel``.
-        softcap, teacher_softcap, logit_scale, teacher_logit_scale: as for ``beta``.
-        accumulate_dtype, chunk_rows: as for ``xent_ops.linear_cross_entropy``, for this rank's products; the same on
-            every rank.
-        check: as for ``vocab_parallel_linear_cross_entropy``.
+        beta, temperature, hard_weight, reduction, divisor, ignore_index, softcap, teacher_softcap, logit_scale,
+            teacher_logit_scale, token_weight: as for ``xent_ops.linear_distillation_loss``, the same on every rank.
+            target and token_weight hold all rows, also with ``sequence_parallel``.
+        accumulate_dtype, chunk_rows, check: as for ``vocab_parallel_linear_cross_entropy``; the same on every rank.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of all rows, without gradients.

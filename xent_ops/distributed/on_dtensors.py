@@ -268,7 +268,7 @@ def _with_grad(name: str, at: Layout, call: Call) -> Any:
     head = HeadSlice(call.linear_weight, call.linear_bias, *head_args)
     linear = LinearCall(target, call.input, head, loss, call.divisor, token_weight)
     loop_args = (at.ranks.for_batches(call.batch_invariant), Split(divisors, token_weight), call.output_mask)
-    rows, _, gradients = rows_and_gradients(linear, target, token_weight, *loop_args, sum_over_ranks=False)
+    rows, _, gradients = rows_and_gradients(linear, *loop_args, sum_over_ranks=False)
     row_loss, lse, _ = (concatenated(values)[: target.numel()].view(target.shape) for values in zip(*rows, strict=True))
     reduced = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight)
     empty, no_argmax = row_loss.new_empty(0), target.new_empty(0, dtype=torch.int64)

@@ -71,45 +71,46 @@ def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossO
 
 def loss(call: LinearCall, ranks: Ranks) -> tuple[Tensor, list[RowValues]]:
     """(the mean or the sum, constant values of each chunk's rows). Input, weight or bias requires grad."""
-    input, head, options, divisor = call.input, call.head, call.loss, call.divisor
-    split_dim, scattered = call.sequence_dim, call.sequence_dim is not None
+    input, head, options, divisor, split_dim = call.input, call.head, call.loss, call.divisor, call.sequence_dim
     target, token_weight = by_ranks(call.target, split_dim, ranks), by_ranks(call.token_weight, split_dim, ranks)
     checks.constant("divisor", divisor)
     dtype = reference.accumulator(input)
     class_weights = None if head.class_weight is None else _class_weights(target, head, options, dtype)
-    divisors = _divisors(target, head, ranks, options, divisor, dtype, token_weight, class_weights)
+    if class_weights is None or options.reduction != "mean":
+        divisors = divisors_of(target, None, token_weight, divisor, options, dtype)
+    else:
+        divisors = reductions.divisor_of(class_weights, target, options.row_options.ignore_index, token_weight)
+        if ranks.world > 1:  # each has the weights of its own classes, and the number of all rows
+            divisors = torch.stack([all_reduce(divisors[0], ranks), divisors[1]])
     row_weight = None
     if class_weights is not None and input.dtype == torch.float16:
         row_weight = _summed_class_weights(class_weights, head, ranks, options)
     split = float16.split_loss(input.dtype, divisors, target, token_weight, loss=options, row_weight=row_weight)
-    loop_args = (ranks, split, loop.wanted_gradients(input, head))
-    row_values, chunk_args, gradients = rows_and_gradients(call, target, token_weight, *loop_args, scattered=scattered)
+    call = call._replace(target=target, token_weight=token_weight)
+    row_values, chunk_args, gradients = rows_and_gradients(call, ranks, split, loop.wanted_gradients(input, head))
     all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
     targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
     value = reduced(all_rows, targets, options, divisor, *weights)
-    return with_gradients(value, input, head, gradients, split, ranks.rank if scattered else None), row_values
+    return with_gradients(value, input, head, gradients, split, None if split_dim is None else ranks.rank), row_values
 
 
 def rows_and_gradients(
-    call: LinearCall,
-    target: Tensor,  # all rows, (...); if ``scattered``, (ranks, ...), and the input is this rank's part
-    token_weight: Tensor | None,  # of the target's shape
+    call: LinearCall,  # its target and token weights in the order of the ranks' inputs
     ranks: Ranks,
     split: float16.Split,
     output_mask: Sequence[bool],
-    *,
-    scattered: bool = False,
     sum_over_ranks: bool = True,
 ) -> tuple[list[RowValues], list[tuple[Tensor, ...]], loop.Gradients]:
     """(values of each chunk's rows, their targets and token weights if there are some, gradients of all rows).
 
-    Other arguments are those of head/loop.py.
+    ``output_mask``, ``sum_over_ranks``: as in head/loop.py.
     """
-    input, head, options, parts = call.input, call.head, call.loss, ranks.world if scattered else 1
+    head, options, scattered = call.head, call.loss, call.sequence_dim is not None
+    parts = ranks.world if scattered else 1
     one, dtype = split.divisors.new_ones(()), split.divisors.dtype
     token_weight, weights_of_chunks, shares = (
         None if rows is None else rows.to(dtype).reshape(parts, -1)
-        for rows in (token_weight, None if split.shares is None else split.token_weight, split.shares)
+        for rows in (call.token_weight, None if split.shares is None else split.token_weight, split.shares)
     )
     row_values: list[RowValues] = []
     chunk_args: list[tuple[Tensor, ...]] = []
@@ -125,26 +126,9 @@ def rows_and_gradients(
 
     collectives = Collectives(ranks)
     steps = loop.CrossEntropySteps(head, options, upstream, collectives)
-    loop_args = (steps, (input,), target, head, collectives, output_mask)
+    loop_args = (steps, (call.input,), call.target, head, collectives, output_mask)
     layout: dict[str, Any] = {"scattered": scattered, "sum_over_ranks": sum_over_ranks, "shares": shares}
     return row_values, chunk_args, loop.run_loop(*loop_args, options.row_options.ignore_index, **layout)
-
-
-def _divisors(
-    target: Tensor,
-    head: HeadSlice,
-    ranks: Ranks,
-    options: LossOptions,
-    divisor: Tensor | None,
-    dtype: torch.dtype,
-    token_weight: Tensor | None,
-    class_weights: Tensor | None,
-) -> Tensor:
-    """(2,), as from divisors_of. ``class_weights``: those of ``_class_weights``, summed over the ranks."""
-    if class_weights is None or options.reduction != "mean":
-        return divisors_of(target, None, token_weight, divisor, options, dtype)
-    divisors = reductions.divisor_of(class_weights, target, options.row_options.ignore_index, token_weight)
-    return divisors if ranks.world == 1 else torch.stack([all_reduce(divisors[0], ranks), divisors[1]])
 
 
 def _class_weights(target: Tensor, head: HeadSlice, options: LossOptions, dtype: torch.dtype) -> Tensor:

@@ -112,19 +112,17 @@ def by_rows(
 
 
 def _may_overwrite(logits: Tensor) -> bool:
-    """May the gradient overwrite the logits? Raises if the caller must not ask for it."""
-    _refuse_a_leaf(logits)
-    overwriting.writable("logits", logits)
-    return not transforms.in_saved_tensors_hooks() and not logits.is_neg()
+    """May the gradient overwrite the logits? Raises if the caller must not ask for it.
 
-
-def _refuse_a_leaf(logits: Tensor) -> None:
-    """Refuse a leaf, and a view of one, as torch's own in-place operators do."""
+    A leaf, or a view of one, is refused, as torch's own in-place operators do.
+    """
     if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, logits._base)):
         raise RuntimeError(
             "inplace_backward=True would overwrite a leaf tensor that requires grad, or a view of it, with its own "
             "gradient: pass the output of a layer, or leave inplace_backward off"
         )
+    overwriting.writable("logits", logits)
+    return not transforms.in_saved_tensors_hooks() and not logits.is_neg()
 
 
 def _refuse_derivatives(option: str, grad: Tensor) -> None:
