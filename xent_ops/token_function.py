@@ -125,7 +125,8 @@ def loss_by_chunks(
 ) -> Tensor:
     """The loss by the loop over chunks: a sum, or with reduction="none" the numbers of rows, of the target's shape."""
     input, head, loss, divisor = call.input, call.head, call.loss, call.divisor
-    scattered, output_mask = call.sequence_dim is not None, loop.wanted_gradients(input, head)
+    scattered = call.sequence_dim is not None
+    output_mask = loop.wanted_gradients(input, head)
     if any(output_mask):
         checks.constant("divisor", divisor)
     number = target.new_ones((), dtype=function.dtype) if divisor is None else divisor.to(function.dtype)

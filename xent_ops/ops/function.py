@@ -44,7 +44,7 @@ def cross_entropy(
         return summarised(logits, target, weight, loss, token_weight)[0]
     if token_weight is not None or transforms.functorch_is_active() or transforms.forward_mode():
         return by_rows(logits, target, weight, loss, token_weight)
-    if not wants_gradient(logits):
+    if transforms.is_traced() or not (logits.requires_grad and torch.is_grad_enabled()):
         return _ops.cross_entropy(logits, target, weight, **loss.keywords())
     checks.constant("weight", weight)
     return _apply(logits, target, weight, loss, inplace_backward and _may_overwrite(logits))

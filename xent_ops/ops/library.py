@@ -251,13 +251,14 @@ def autograd(
     """
     contract = OPERATORS[name].contract
     positional = contract.arguments[: len(contract.arguments) - len(contract.keyword_only)]
+    refused = [(contract.positions[argument], argument) for argument in constants]
 
     # torch passes keyword_only_inputs if the operator has any, and inserts the defaults.
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         ctx.positions = contract.positions
         ctx.set_materialize_grads(False)
-        for argument in constants:
-            if needs_grad(ctx, argument):
+        for position, argument in refused:
+            if any(ctx.needs_input_grad[position : position + 1]):  # as needs_grad, without a call
                 checks.constant_needs_grad(argument)
         save(ctx, contract.bind(inputs, keyword_only_inputs or {}), output)
 
