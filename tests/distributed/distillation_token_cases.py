@@ -193,5 +193,8 @@ def draft_vocabulary(device):
         step(*own, classes=None if dist.get_rank() == last else ids, check=True)
     with pytest.raises(TypeError, match="a mask: expected ids"):
         step(*own, classes=ids > 3)
+    teacher_input, *head = of_teacher
+    with pytest.raises(ValueError, match="ids but teacher_weight_shard has no rows"):
+        call(own, (teacher_input, *(one[:0] for one in head)), of_overlap, **more)
     if device == "cuda":
         assert step(*own, classes=wrong).isnan()

@@ -89,7 +89,8 @@ def vocab_parallel_linear_distillation_token_loss(
         classes: (classes of this rank,), a draft vocabulary, as for ``xent_ops.linear_distillation_token_loss``: the
             row of ``teacher_weight_shard`` of each of the student's classes. So the student's head is split where the
             teacher's is. ``class_start`` and ``num_classes`` count the student's classes, and ``teacher_weight_shard``
-            has no padding. On every rank or on none.
+            has no padding. On every rank or on none. Wrong values raise on their rank alone, with ``check`` on all
+            ranks; on a GPU without it the loss is NaN.
         beta, temperature, softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for
             ``xent_ops.linear_distillation_token_loss``, the same on every rank.
         reduction, divisor, ignore_index, logits_dtype, accumulate_dtype, chunk_rows: likewise.
@@ -133,9 +134,12 @@ def vocab_parallel_linear_distillation_token_loss(
         function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher, start)
         if check and function.spec.reads("log_prob"):
             check_values(call)
-        if classes is not None and (check or (classes.device.type == "cpu" and not transforms.is_traced())):
-            mine, number = classes[: call.head.columns()], len(teacher.teacher_weight)
-            distillation_checks.class_values(mine, number, _HINT)
+        if classes is not None:
+            mine, number = classes[: call.head.columns()], teacher.teacher_weight.shape[0]
+            if number == 0 and mine.shape[0] > 0:  # no row that a class could name
+                raise ValueError(f"classes has {mine.shape[0]} ids but teacher_weight_shard has no rows{_HINT}")
+            if check or (classes.device.type == "cpu" and not transforms.is_traced()):
+                distillation_checks.class_values(mine, number, _HINT)
         return _Bound(call, teacher, spec, function)
 
     call, _, _, function = consistency.bound(name, group, ranks, bind_function, check)

@@ -9,6 +9,7 @@ both are placed as their tensors are.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ _OWNERS = {
     "scaled": "grad",
 }
 _PLANS = SignatureCache()
-_WORLD: Any = None  # the default group of the plans
+_world: weakref.ref[Any] | None = None  # the default group of the plans
 
 
 class _Plan(NamedTuple):
@@ -120,11 +121,12 @@ def _signature(args: Any, kwargs: Any) -> Any:
 
 
 def _keep(signature: Any, plan: _Plan) -> None:
-    """A plan holds a mesh, and that its groups: a new default group drops the plans of the one before."""
-    global _WORLD
-    if _WORLD is not dist.group.WORLD:
+    """A plan holds a mesh, and that its groups: the first plan of a new default group drops those of the one before."""
+    global _world
+    world = dist.group.WORLD
+    if _world is None or _world() is not world:
         _PLANS.clear()
-        _WORLD = dist.group.WORLD
+        _world = weakref.ref(world)
     _PLANS.put(signature, plan)
 
 
