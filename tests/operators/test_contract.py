@@ -51,14 +51,14 @@ linear_divergences_forward: input; H=input V=linear_weight G=teacher_input T=tea
 linear_divergences_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target output_mask
 linear_divergences_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; logits_dtype target target input
 linear_divergences_chunk_grad_: logits; V=linear_weight H=linear_weight; target target logits
+linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
+linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 row_targets: ids; K=ids; no rule
 ids_forward: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
 mask_ids_: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
 ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
 token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
 token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
-linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
-linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
 linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy grad_ids mask_ids output_mask
 cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start

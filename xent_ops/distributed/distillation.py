@@ -84,9 +84,10 @@ def vocab_parallel_linear_distillation_loss(
             ignored, and hard_weight's cross entropy uses them. None: all rows count.
         sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``, for both inputs. They are this rank's part of
             the same rows. Both are gathered, chunk by chunk. The gradient of the student's input is reduce-scattered.
-        beta, temperature, hard_weight, reduction, divisor, ignore_index, softcap, teacher_softcap, logit_scale,
-            teacher_logit_scale, token_weight: as for ``xent_ops.linear_distillation_loss``, the same on every rank.
-            target and token_weight hold all rows, also with ``sequence_parallel``.
+        beta, temperature, hard_weight, reduction, divisor, ignore_index, token_weight: as for
+            ``xent_ops.linear_distillation_loss``, the same on every rank. target and token_weight hold all rows, also
+            with ``sequence_parallel``.
+        softcap, teacher_softcap, logit_scale, teacher_logit_scale: likewise.
         accumulate_dtype, chunk_rows, check: as for ``vocab_parallel_linear_cross_entropy``; the same on every rank.
 
     Returns:
