@@ -12,7 +12,7 @@ from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, transforms
 from .ops.dtensors import only_plain_tensors
-from .ops.library import differentiable
+from .ops.formulas import differentiable
 from .ops.reduction import summary
 
 

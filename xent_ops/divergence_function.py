@@ -18,7 +18,7 @@ from .kernels.reference import is_counted
 from .linear_call import LinearCall
 from .ops import arguments, checks, distillation_checks
 from .ops.derivatives import value_and_derivatives
-from .ops.library import differentiable
+from .ops.formulas import differentiable
 from .ops.linear import composite
 from .outputs import TokenDivergences
 from .token_probe import FieldRecorder

@@ -12,7 +12,8 @@ from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.dtensors import only_plain_tensors
-from .ops.library import differentiable, refuse
+from .ops.formulas import differentiable
+from .ops.library import refuse
 from .token_function import loss_of_head
 from .user_function import Function
 

@@ -14,7 +14,8 @@ from .kernels.options import LossOptions, Reduction
 from .ops import arguments, checks, function, scalars, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, only_plain_tensors
-from .ops.library import differentiable, refuse
+from .ops.formulas import differentiable
+from .ops.library import refuse
 from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 

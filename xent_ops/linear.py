@@ -9,7 +9,7 @@ from .kernels.options import HeadProducts, Reduction
 from .linear_call import bind, cross_entropy, placed, statistics
 from .ops import arguments, checks, transforms
 from .ops.dtensors import only_plain_tensors
-from .ops.library import differentiable
+from .ops.formulas import differentiable
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 

@@ -12,7 +12,8 @@ from .kernels.options import LossOptions, RowOptions
 from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
 from .ops.dtensors import is_dtensor
-from .ops.library import differentiable, refuse
+from .ops.formulas import differentiable
+from .ops.library import refuse
 from .ops.linear import composite
 from .ops.reduction import divisors_of
 from .ops.token_logits import target_and_ids

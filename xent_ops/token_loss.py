@@ -11,7 +11,7 @@ from .linear_call import bind, placed, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, only_plain_tensors
-from .ops.library import differentiable
+from .ops.formulas import differentiable
 from .ops.token_logits import target_and_ids
 from .token_function import TokenFunction, loss_of_head
 from .user_function import Function

@@ -11,7 +11,7 @@ from .ops import arguments, checks
 from .ops.arguments import classes_last
 from .ops.distillation_arguments import target_of
 from .ops.dtensors import only_plain_tensors
-from .ops.library import differentiable
+from .ops.formulas import differentiable
 from .outputs import TopK, top_k_of_rows
 
 

@@ -20,7 +20,7 @@ from .kernels.reference_top_k_distillation import most
 from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
 from .ops import arguments, checks, scalars, transforms
 from .ops.dtensors import only_plain_tensors
-from .ops.library import differentiable
+from .ops.formulas import differentiable
 from .ops.token_logits import at_least_one_class, target_and_ids
 from .token_function import loss_of_head
 from .user_function import TokenRows, Values

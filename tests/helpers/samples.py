@@ -17,7 +17,8 @@ from xent_ops.kernels.options import RowOptions
 from xent_ops.kernels.reference import accumulator
 from xent_ops.kernels.rows import padded_classes
 from xent_ops.ops.contract import DERIVED_SIZES, Contract, Shape
-from xent_ops.ops.library import OPERATORS, run
+from xent_ops.ops.formulas import run
+from xent_ops.ops.library import OPERATORS
 from xent_ops.ops.names import ARGUMENTS, RESULTS
 from xent_ops.ops.rules import BY_NAME
 from xent_ops.ops.schemas import COMPOSITES, SCHEMAS

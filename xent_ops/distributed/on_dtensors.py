@@ -30,8 +30,9 @@ from ..linear_call import LinearCall
 from ..ops import transforms
 from ..ops.contract import Call, Shape
 from ..ops.dtensors import not_of_dtensors, takes_rows
+from ..ops.formulas import bound, run
 from ..ops.launch_cache import SignatureCache
-from ..ops.library import OPERATORS, Operator, bound, returned, run
+from ..ops.library import OPERATORS, Operator, returned
 from ..ops.schemas import COMPOSITES
 from . import layout
 from .layout import Layout

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..kernels import reductions, reference, reference_with_grad
 from .contract import Call
-from .library import Gradients, autograd, operator, run, run_backward, save_for, saved
+from .formulas import Gradients, autograd, run, run_backward, save_for, saved
+from .library import operator
 from .rules import check_targets
 from .second_order import differentiate_call, no_second_derivative, save_all, without_derivative
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..kernels import reference_divergences as reference
 from .contract import Call
-from .library import Gradients, autograd, needs_grad, operator, run, save_for, save_nothing, saved
+from .formulas import Gradients, autograd, needs_grad, run, save_for, save_nothing, saved
+from .library import operator
 from .rules import check_targets
 
 

@@ -21,7 +21,8 @@ from ..kernels import reductions, reference, reference_with_grad
 from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
 from .dtensors import locals_of
-from .library import below_autograd, differentiable, refuse
+from .formulas import differentiable
+from .library import below_autograd, refuse
 from .second_order import differentiate
 
 _ops = torch.ops.xent

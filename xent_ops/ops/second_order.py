@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.options import as_record
 from .contract import Call
 from .dtensors import is_dtensor
-from .library import autograd, needs_grad, save_nothing
+from .formulas import autograd, needs_grad, save_nothing
 
 
 def save_all(ctx: Any, call: Call, output: Any) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..kernels import reference_shard
 from .contract import Call
-from .library import Gradients, autograd, operator, run_backward, save_for
+from .formulas import Gradients, autograd, run_backward, save_for
+from .library import operator
 from .rules import check_targets
 from .second_order import without_derivative
 

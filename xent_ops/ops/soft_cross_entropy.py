@@ -11,7 +11,8 @@ from ..kernels.options import as_record
 from ..kernels.reference import accumulator
 from . import checks
 from .contract import Call
-from .library import Gradients, autograd, needs_grad, operator, run_backward, save_for, saved
+from .formulas import Gradients, autograd, needs_grad, run_backward, save_for, saved
+from .library import operator
 from .second_order import differentiate_call, save_all
 
 GRAD_LOSS = {

@@ -11,7 +11,8 @@ from ..head import ids as head_ids
 from ..kernels import reference_ids
 from . import checks
 from .contract import Call
-from .library import Gradients, autograd, operator, run_backward, save_for, save_nothing
+from .formulas import Gradients, autograd, run_backward, save_for, save_nothing
+from .library import operator
 from .rules import check_targets
 from .second_order import refuse_second_derivatives
 

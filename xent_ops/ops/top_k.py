@@ -11,7 +11,8 @@ from ..kernels import reference_top_k
 from ..kernels.options import DEFAULTS
 from . import checks
 from .contract import Call
-from .library import Gradients, autograd, operator, run_backward, save_for
+from .formulas import Gradients, autograd, run_backward, save_for
+from .library import operator
 from .linear.operators import by_name, mask_of
 from .rules import check_targets, width
 

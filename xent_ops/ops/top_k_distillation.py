@@ -10,7 +10,8 @@ from torch import Tensor
 from ..kernels import reference_top_k_distillation
 from ..kernels.reductions import times
 from .contract import Call
-from .library import Gradients, autograd, operator
+from .formulas import Gradients, autograd
+from .library import operator
 from .second_order import no_second_derivative
 
 

@@ -25,7 +25,8 @@ from ...head.loop import HeadSlice
 from ...kernels.rows import padded_classes
 from .. import checks
 from ..contract import Call, packed_width
-from ..library import Gradients, autograd, differentiable, operator
+from ..formulas import Gradients, autograd, differentiable
+from ..library import operator
 from ..rules import check_targets
 from ..second_order import no_second_derivative
 from .operators import HEAD_NAMES, give_away_once, keep_gradients

@@ -14,7 +14,8 @@ from ..._private import private
 from ...kernels.options import Chunking, LossOptions, RowOptions
 from .. import arguments, checks, transforms
 from ..dtensors import is_dtensor, takes_rows
-from ..library import LIBRARY, define, differentiable
+from ..formulas import differentiable
+from ..library import LIBRARY, define
 from ..reduction import summary
 
 _tracing_context = private(

@@ -23,7 +23,8 @@ from ...kernels.options import LossOptions, RowOptions
 from ..contract import Call, classes_of, packed_width
 from ..distillation_checks import class_values
 from ..divergences import refuse_derivatives
-from ..library import Gradients, autograd, operator, run, save_for, save_nothing, saved
+from ..formulas import Gradients, autograd, run, save_for, save_nothing, saved
+from ..library import operator
 from ..rules import check_targets
 from .chunk import GRAD_INPUT, PADDED, one_chunk
 from .operators import SUMS, by_name, give_away_once, keep_gradients, mask_of

@@ -19,7 +19,8 @@ from .. import transforms
 from ..contract import Call
 from ..cross_entropy import save_rows
 from ..dtensors import is_dtensor
-from ..library import Gradients, autograd, needs_grad, operator, run, run_backward, save_for, saved
+from ..formulas import Gradients, autograd, needs_grad, run, run_backward, save_for, saved
+from ..library import operator
 from ..names import RESULTS
 from ..second_order import differentiate_call, no_second_derivative, save_all, without_derivative
 

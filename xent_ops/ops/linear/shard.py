@@ -16,7 +16,8 @@ from torch import Tensor
 from ...head import shard
 from .. import checks, rank_sums, transforms
 from ..contract import Call
-from ..library import Gradients, autograd, operator, run_backward, save_for
+from ..formulas import Gradients, autograd, run_backward, save_for
+from ..library import operator
 from ..rules import check_targets
 from ..second_order import without_derivative
 from .operators import by_name, mask_of

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ...head import ids as head_ids
-from ..library import Gradients, autograd, operator, run_backward, save_nothing
+from ..formulas import Gradients, autograd, run_backward, save_nothing
+from ..library import operator
 from ..rules import check_targets
 from ..second_order import refuse_second_derivatives
 from ..token_logits import save
