@@ -99,8 +99,17 @@ def gradients(
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     slice_args = (class_start, num_classes, products.grad_dtype)
 
-    def visit(logits: Tensor, target: Tensor, *row_values: Tensor | None) -> Sequence[Tensor]:
-        grad_loss, grad_lse, grad_entropy, lse, entropy, lse_coefficient, lse_low = row_values
+    def visit(
+        logits: Tensor,
+        target: Tensor,
+        grad_loss: Tensor,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        lse: Tensor,
+        entropy: Tensor | None,
+        lse_coefficient: Tensor | None,
+        lse_low: Tensor | None,
+    ) -> Sequence[Tensor]:
         entropy_args = (grad_entropy, entropy, lse_coefficient)
         backward_args = (grad_loss, grad_lse, logits, target, lse, weight, None, *entropy_args, *slice_args, lse_low)
         return products.write("cross_entropy_backward", logits, *backward_args, **keywords)

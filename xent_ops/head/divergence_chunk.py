@@ -40,7 +40,7 @@ from .loop import ChunkLogits, HeadSlice, OneRank, RowRange
 _ops = torch.ops.xent
 _NO_SHARE = float("-inf")  # the logarithm of the share of a slice without probability
 _AGAIN = {"mixture": 3, "overlap": 4}  # of the second visit: the statistic that each value comes with
-_TOPS = ("top", "top_class", "teacher_top", "teacher_top_class", "covers_top")
+_TOPS = ("top", "top_class", "teacher_top", "teacher_top_class")
 
 
 class TeacherHead(NamedTuple):
@@ -62,7 +62,7 @@ def _sent(spec: Divergences, with_tops: bool, with_classes: bool) -> list[str]:
     """The numbers of a row that a slice packs beside its two lse's."""
     names = [name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]
     names += [name for name, sent in (("hard_lse", spec.other_lse()), ("lse_of_all", with_classes)) if sent]
-    return [*names, *(_TOPS if with_classes else _TOPS[:4])] if with_tops else names
+    return [*names, *(_TOPS if with_tops else ()), *(("covers_top",) if with_tops and with_classes else ())]
 
 
 def width(rows: int, spec: Divergences, with_tops: bool, with_classes: bool = False) -> int:
@@ -130,10 +130,10 @@ def slice_statistics(
         of["log_prob"] = gather(logits, at, options).squeeze(-1)
     if with_tops:
         assert teacher.top is not None
-        top, *others = top_classes(logits, teacher, target, classes, spec._replace(num_classes=None))
-        at_top = _at(top, logits, target, spec.student())
-        at_teacher_top = _at(teacher.top, teacher.all_logits, target, spec.teacher())
-        of |= dict(zip(_TOPS, (at_top, others[0], at_teacher_top, teacher.top, others[1]), strict=True))
+        top, top_class, covers = top_classes(logits, teacher, target, classes, spec._replace(num_classes=None))
+        of["top"], of["top_class"] = _at(top, logits, target, spec.student()), top_class
+        of["teacher_top"] = _at(teacher.top, teacher.all_logits, target, spec.teacher())
+        of["teacher_top_class"], of["covers_top"] = teacher.top, covers
     if classes is not None:
         number = number * nan_unless_different(classes, teacher.all_logits.shape[1])
     sent = _sent(spec, with_tops, classes is not None)
