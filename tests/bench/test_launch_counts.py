@@ -20,8 +20,8 @@ LIMITS = {
     "linear_token_log_probs": (10, 41, 79),
     "linear_token_loss, reinforce": (22, 103, 162),
     "linear_distillation_loss": (11, 35, 87),
-    "linear_top_k_distillation_loss": (17, 98, 426),
-    "linear_top_k_distillation_loss, tail=True": (18, 103, 578),
+    "linear_top_k_distillation_loss": (17, 93, 426),
+    "linear_top_k_distillation_loss, tail=True": (18, 98, 578),
 }
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers.processes import run_python
 
 import xent_ops
-from tools.bench import divergences, heads, losses, model, tokens
+from tools.bench import divergences, heads, losses, model, tokens, top_k
 from tools.bench.__main__ import main
 from xent_ops.bench import check, contestants, timing
 from xent_ops.bench.arguments import Shape
@@ -180,6 +180,18 @@ def test_distillation(beta, monkeypatch):
         for other, found in ((beta, lines), (0.25, tokens.teacher_lines(0.25)[1:6])):
             for one in found:
                 assert right(problem, one) == (other == beta), one.name
+
+
+def test_the_most_probable_classes(tmp_path, monkeypatch):
+    """A line for other classes, or without its rank, is wrong."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    sizes = ("--shapes", "34x640", "--hidden", "16")
+    results = bench(tmp_path, "top-k", *sizes, "--k", "3", "--only", "xent 3,torch.topk 3")
+    assert len(results) == 7 and statuses(results) == {"ok"}
+    problem = top_k.Classes(Shape(34, 640), 16, SETTING)
+    line = partial(Contestant, "another", "ours", options={"k": 3, "ranks": True})
+    for k, ranks in ((3, True), (4, True), (3, False)):
+        assert right(problem, line(top_k.partial(top_k.ours, k=k, ranks=ranks))) == ((k, ranks) == (3, True))
 
 
 def test_tables_of_tokens(tmp_path):

@@ -46,7 +46,7 @@ def divergences(
     if target is not None:
         index = torch.where(target == ignore_index, 0, target).long().unsqueeze(-1)
         log_prob = (x * temperature).log_softmax(-1).gather(-1, index).squeeze(-1)
-    ids = torch.arange(y.shape[-1]) if classes is None else classes
+    ids = torch.arange(y.shape[-1], device=y.device) if classes is None else classes
     top = y.argmax(-1)
     agrees, covers = ids[x.argmax(-1)] == top, (ids == top.unsqueeze(-1)).any(-1)
     return TokenDivergences(

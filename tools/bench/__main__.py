@@ -11,7 +11,7 @@ from typing import Any
 from xent_ops.bench import run
 from xent_ops.bench.arguments import add_common, positive, positives, shapes
 
-from . import divergences, heads, host, launches, losses, model, ranks, tokens
+from . import divergences, heads, host, launches, losses, model, ranks, tokens, top_k
 
 LOGITS, HEADS = "8192x32000,4096x128256", "8192x128256"
 CHUNKS: dict[str, Any] = {"type": positives, "metavar": "ROWS,...", "help": "a line of ours for each size of chunks"}
@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     table("packages", heads.packages, "head and loss in an AOTInductor package", "8192x32000", "2048")
     found = table("tokens", tokens.tokens, "losses of tokens from hidden states", HEADS, "4096")
     found.add_argument("loss", choices=tokens.LOSSES, help="topk: a teacher's 64 most probable classes")
+    found = table("top-k", top_k.tables, "the k most probable classes, from hidden states", "4096x128256", "4096")
+    found.add_argument("--k", type=positives, default="20,256", metavar="K,...", help="so many classes of each row")
     found = table("distillation", tokens.distillation, "a teacher's distribution", HEADS, "2048")
     found.add_argument("--teacher", type=positive, default=4096, metavar="HIDDEN", help="features of the teacher")
     found.add_argument("--beta", type=float, default=0.0, help="of the divergence, 0 to 1 (default: 0, forward KL)")
