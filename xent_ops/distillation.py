@@ -128,9 +128,10 @@ def linear_distillation_loss(
 ) -> Tensor:
     """``distillation_loss`` from the hidden states and heads of a student and its teacher, without all logits.
 
-    Two chunks of logits exist at a time. If gradients are wanted, the forward computes them too, in three products of
-    the student's head and one of the teacher's. The backward multiplies them by the upstream gradient, in place.
-    Without gradients: one product of each. With ``reduction="none"`` the backward computes both logits again: six.
+    Two chunks of logits exist at a time. If gradients are wanted, the forward computes them too, in three matrix
+    multiplications of the student's head and one of the teacher's. The backward multiplies them by the upstream
+    gradient, in place. Without gradients: one matrix multiplication of each. With ``reduction="none"`` the backward
+    computes both logits again: six.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), the student's, as for ``linear_cross_entropy``.
@@ -141,8 +142,8 @@ def linear_distillation_loss(
         target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``.
         softcap, teacher_softcap, logit_scale, teacher_logit_scale: as for ``distillation_loss``.
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        skip_ignored: as for ``linear_cross_entropy``, for the products of both heads if both have such products.
-            Without a target no row is ignored, and it saves nothing.
+        skip_ignored: as for ``linear_cross_entropy``, for both heads if both have such matrix multiplications. Without
+            a target no row is ignored, and it saves nothing.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. The student's input,

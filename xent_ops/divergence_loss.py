@@ -51,8 +51,9 @@ def linear_distillation_token_loss(
 
     ``fn(divergences, *rows)`` is called on one chunk of tokens at a time, between the chunk's statistics and its
     gradient. For losses of speculative decoding: total variation, minus the log of the acceptance rate, blends of KL
-    and overlap. Two chunks of logits exist at a time. The forward computes the gradients, in three products of the
-    student's head and one of the teacher's, and the backward multiplies them by the upstream gradient, in place.
+    and overlap. Two chunks of logits exist at a time. The forward computes the gradients, in three matrix
+    multiplications of the student's head and one of the teacher's, and the backward multiplies them by the upstream
+    gradient, in place.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), the student's, as for ``linear_cross_entropy``.

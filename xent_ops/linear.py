@@ -40,9 +40,9 @@ def linear_cross_entropy(
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without all logits in memory.
 
     The logits are computed one chunk of rows at a time. If gradients of a mean or a sum are wanted, the forward makes
-    three products (matrix multiplications of the head's size), and the backward multiplies the gradients by the
-    upstream gradient, in place. reduction="none" takes four, because the backward computes the logits again; so does a
-    call in an eager checkpoint, which runs one of the four twice. A second backward (retain_graph) takes three more.
+    three matrix multiplications of the head's size, and the backward multiplies the gradients by the upstream gradient,
+    in place. reduction="none" takes four, because the backward computes the logits again; so does a call in an eager
+    checkpoint, which runs one of the four twice. A second backward (retain_graph) takes three more.
 
     Args:
         input: (..., H), the input of the head; float32, bfloat16, float16 or float64.
@@ -56,30 +56,31 @@ def linear_cross_entropy(
         divisor: for reduction="sum", a tensor () or float that divides the sum. With the number of counted
             targets of all micro-batches, gradients add up to those of one mean over all of them. The float 0 is
             refused. A tensor is not read, which would wait for the device: 0 in it gives inf, or NaN.
-        token_weight: as for ``cross_entropy``. It needs no additional product and no additional pass over the logits.
+        token_weight: as for ``cross_entropy``. It needs no additional matrix multiplication and no additional pass over
+            the logits.
         accumulate_dtype: the dtype that adds up the chunks' parts of linear_weight's gradient. None: the input's dtype,
             and float32 for float16. torch.float32 is more exact for bfloat16, and needs V x H float32 for a while.
-        chunk_rows: the rows of a chunk. Fewer rows need less memory, chunk_rows x V logits, and more time. None: the
-            default, at most 1 GiB of logits (2 if accumulate_dtype has more bytes than the input's).
+        chunk_rows: the rows of a chunk. Fewer rows need less memory, chunk_rows x V logits, and more time. None: 2048
+            rows of 16-bit input on a GPU, 1024 of float32, 512 rows on a CPU. Fewer if their logits take more than
+            1 GiB (2 if accumulate_dtype has more bytes than the input's); on a GPU more, up to 256 MiB. A batch of one
+            chunk has all logits in memory.
         skip_ignored: compute only the counted rows, packed to the front. Time is that of the counted rows. Nothing
             synchronises, and each replay of a CUDA graph may have another number of them. Needs a CPU, or bfloat16 or
             float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H a multiple of 8;
             elsewhere all rows are computed. If no row is ignored, it takes up to 4 % longer.
-        logits_dtype: torch.float32 keeps the logits of 16-bit inputs in float32, the dtype of their products' sums.
-            Nothing is rounded to 16 bits before the softmax. Log-probabilities are 100 times nearer, for 4 % of the
-            time and a chunk of logits twice as large. Gradients are still rounded to 16 bits. With skip_ignored on a
-            GPU all rows are computed. None: the input's dtype.
-        products: "fp8" multiplies 8-bit numbers (e4m3) in all three products. "fp8_gradients" does so for the gradients
-            only; loss and statistics come from 16-bit products. For bfloat16 and float16 and H a multiple of 16, on
-            GPUs of compute capability 8.9 or more; on a CPU in plain torch with the same rounding. Gradients have an
-            error of 3 % in their norm, without a bias: docs/precision.md says when to use it. None: 16-bit products.
+        logits_dtype: torch.float32 keeps the logits of 16-bit inputs in float32, the dtype in which the matrix
+            multiplications add up. Nothing is rounded to 16 bits before the softmax. Log-probabilities are 100 times
+            nearer, for 3 % of the time and a chunk of logits twice as large. Gradients are still rounded to 16 bits.
+            With skip_ignored on a GPU all rows are computed. None: the input's dtype.
+        products: "fp8" multiplies 8-bit numbers (e4m3) in all three multiplications. "fp8_gradients" does so for the
+            gradients only; loss and statistics come from 16-bit multiplications. For bfloat16 and float16 and H a
+            multiple of 16, on GPUs of compute capability 8.9 or more; on a CPU in plain torch with the same rounding.
+            Gradients have an error of 3 % in their norm, without a bias: docs/precision.md says when to use it. None:
+            16-bit multiplications.
         batch_invariant: the bits of a row's loss (reduction="none"), log-probability, entropy, lse, argmax and input
             gradient (for a mean: except its divisor) depend only on the head and on the row's own hidden state, target
-            and options. They do not depend on other rows, the number of rows, the row's place, padding, or eager and
-            compiled, for one ``chunk_rows`` or none. It does not cover the head's gradients, which are sums over rows.
-            All chunks get one shape, and the last one is filled up: this costs at most one chunk's products, also with
-            few rows. ``skip_ignored`` has no effect. Not with ``products``. docs/reproducible.md lists
-            the conditions.
+            and options. docs/reproducible.md has the conditions and the cost. ``skip_ignored`` has no effect. Not with
+            ``products``.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
@@ -128,11 +129,11 @@ def linear_cross_entropy_outputs(
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
 ) -> CrossEntropyOutputs:
-    """``linear_cross_entropy`` with values for logging, from the same three products: see ``CrossEntropyOutputs``.
+    """``linear_cross_entropy`` with values for logging, at the same cost: see ``CrossEntropyOutputs``.
 
     Arguments and errors are those of ``linear_cross_entropy``; the target must be class indices. A mean or a sum needs
-    three products if only its loss is differentiated, and six if the lse is too. reduction="none" needs four. If the
-    lse leaves a compiled step only for logging, detach it.
+    three matrix multiplications if only its loss is differentiated, and six if the lse is too. reduction="none" needs
+    four. If the lse leaves a compiled step only for logging, detach it.
 
     Examples:
         >>> hidden, weight, target = torch.eye(3), 2 * torch.eye(3), torch.tensor([0, 1, 1])
@@ -181,7 +182,7 @@ def linear_token_log_probs(
     """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without all logits in memory.
 
     Log-probability of the target, entropy and lse of every token from hidden states, differentiable, for GRPO, PPO and
-    DPO. The backward computes the logits again, for any upstream gradients: four products in all.
+    DPO. The backward computes the logits again, for any upstream gradients: four matrix multiplications in all.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.

@@ -65,21 +65,21 @@ def linear_token_loss(
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. Code compiled for a CPU computes
             all rows.
         logits_dtype, products: as for ``linear_cross_entropy``. With ``products``, and in float16, the loss takes four
-            products.
+            matrix multiplications.
         batch_invariant: as for ``linear_cross_entropy``. fn gets the bits of ``linear_token_log_probs``.
-        check: compare fn on all tokens with fn on parts of them, and raise if they differ. This costs a product and
-            synchronises; not in compiled graphs.
+        check: compare fn on all tokens with fn on parts of them, and raise if they differ. This costs a matrix
+            multiplication and synchronises; not in compiled graphs.
 
     Returns:
         The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
-        AD. Without gradients it takes one product, and five inside an eager checkpoint, which runs the forward twice:
-        leave the loss outside, because it keeps no logits.
+        AD. Without gradients it takes one matrix multiplication, and five inside an eager checkpoint, which runs the
+        forward twice: leave the loss outside, because it keeps no logits.
 
     DTensors are as for ``linear_cross_entropy``. ``rows`` are placed as the target, or plain.
 
     Errors are those of ``linear_cross_entropy``, and TypeError, ValueError or RuntimeError for a function that returns
     another type or shape, and for rows, or tensors that fn closes over, that require grad. For losses that mix tokens
-    (DPO, GSPO) use ``linear_token_log_probs``, which takes four products.
+    (DPO, GSPO) use ``linear_token_log_probs``, which takes four matrix multiplications.
 
     Examples:
         >>> hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(1000, 16)

@@ -123,7 +123,8 @@ def linear_top_k_distillation_loss(
     """Cross entropy with a teacher's probabilities of K classes per row, from hidden states, without all logits.
 
     The loss of a row is -sum_k p_k log q_k, where q is the softmax of the student. The forward computes the gradients
-    of a mean or a sum in three products, and the backward multiplies them by the upstream gradient, in place.
+    of a mean or a sum in three matrix multiplications, and the backward multiplies them by the upstream gradient, in
+    place.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
@@ -136,14 +137,14 @@ def linear_top_k_distillation_loss(
             the loss is NaN. Where the ids name every class that is not masked by -inf, the tail adds nothing. Without a
             tail, the loss of probabilities that add up to less than one is not least at q = p.
         reduction: "mean" divides by the number of counted rows, or by the sum of their token_weight; "sum"; or "none",
-            one number per row, which takes four products.
+            one number per row, which takes four matrix multiplications.
         ignore_index, lse_square_scale, softcap, logit_scale, token_weight: as for ``cross_entropy``.
         divisor, accumulate_dtype, chunk_rows, logits_dtype, batch_invariant: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``. Code compiled for a CPU computes all rows.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. It has no second
-        derivatives, no torch.func, no forward-mode AD, no DTensors. In float16 it takes four products.
+        derivatives, no torch.func, no forward-mode AD, no DTensors. In float16 it takes four matrix multiplications.
 
     Errors are those of ``cross_entropy``, and RuntimeError for probabilities that require grad. Log-probabilities are a
     ValueError on a CPU; on a GPU and in compiled code they give NaN.

@@ -89,7 +89,7 @@ def test_remove_xent_and_what_stays():
     inputs, labels, mask = next(cases.batches())
     want, model = cases.make(), cases.make()
     report = xent_ops.use_xent(model)
-    assert "output_layer (64 classes over 1 ranks, 4 products) and its loss" in str(report)
+    assert "output_layer (64 classes over 1 ranks, 4 matrix multiplications) and its loss" in str(report)
     assert torch.equal(model(*inputs), want(*inputs))
     model.eval()
     with torch.no_grad():

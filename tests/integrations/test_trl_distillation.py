@@ -103,7 +103,7 @@ def test_logits_where_they_are_asked_for(tmp_path):
 def test_remove_xent(kind, tmp_path):
     trainer = trainers.make(kind, tmp_path)
     before = set(vars(trainer))
-    assert "4 products" in str(use_xent(trainer))
+    assert "4 matrix multiplications" in str(use_xent(trainer))
     assert vars(trainer).keys() != before
     remove_xent(trainer)
     assert vars(trainer).keys() == before

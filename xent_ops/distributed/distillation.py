@@ -69,9 +69,9 @@ def vocab_parallel_linear_distillation_loss(
     """``xent_ops.linear_distillation_loss`` of two heads whose rows (classes) are split between the ranks of a group.
 
     Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the student's head, and
-    the whole gradient of the student's input. A step takes four products of this rank's classes. It holds two chunks of
-    logits of each model. 3 numbers a row are all-gathered, or 2 and then 2 more with beta between 0 and 1.
-    ``hard_weight`` adds 1, or 2 at a temperature other than one. The gradient of the input is all-reduced.
+    the whole gradient of the student's input. A step takes four matrix multiplications of this rank's classes. It holds
+    two chunks of logits of each model. 3 numbers a row are all-gathered, or 2 and then 2 more with beta between 0 and
+    1. ``hard_weight`` adds 1, or 2 at a temperature other than one. The gradient of the input is all-reduced.
 
     Args:
         input, weight_shard, bias_shard: the student's, as for ``vocab_parallel_linear_cross_entropy``.

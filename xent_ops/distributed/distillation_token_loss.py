@@ -75,9 +75,10 @@ def vocab_parallel_linear_distillation_token_loss(
     """``xent_ops.linear_distillation_token_loss`` of two heads whose rows (classes) are split between ranks.
 
     Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the student's head, and
-    the whole gradient of the student's input. A step takes four products of this rank's classes, and holds two chunks
-    of logits of each model. A row all-gathers two numbers, one for each of kl, reverse_kl and log_prob that fn reads,
-    four for the argmaxes, and then two for each of jsd and overlap. ``classes`` adds one, and one for the argmaxes.
+    the whole gradient of the student's input. A step takes four matrix multiplications of this rank's classes, and
+    holds two chunks of logits of each model. A row all-gathers two numbers, one for each of kl, reverse_kl and log_prob
+    that fn reads, four for the argmaxes, and then two for each of jsd and overlap. ``classes`` adds one, and one for
+    the argmaxes.
 
     Args:
         input, weight_shard, bias_shard, teacher_input, teacher_weight_shard, teacher_bias_shard: as for

@@ -83,18 +83,18 @@ def vocab_parallel_linear_cross_entropy(
         divisor: for reduction="sum", as for ``xent_ops.linear_cross_entropy``; the same on every rank.
         token_weight: as in ``xent_ops.cross_entropy``, for all targets, the same on every rank.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products: as for ``xent_ops.linear_cross_entropy``,
-            for this rank's products. With ``products`` there are four products, not pipelined.
+            for this rank's matrix multiplications. With ``products`` there are four, not pipelined.
         batch_invariant: as for ``xent_ops.linear_cross_entropy``, for one number of ranks and one split of the classes.
             With three or more ranks the input's gradient is summed in the order of the ranks, by an all-to-all and an
             all-gather.
-        pipelined: True: three products, two chunks of logits. The forward gathers a chunk's statistics while the next
-            chunk's product runs, and computes the gradients. The backward scales them in place by the upstream
-            gradient. False: four products, one chunk of logits. The forward gathers the statistics of all rows at once,
-            and the backward computes the logits again. None: True if gradients of a mean or a sum are wanted, except
-            with ``skip_ignored`` or ``products`` (True refuses both) and inside an eager checkpoint. Inside a compiled
-            checkpoint Inductor saves the gradients; pass False for another backend. A compiled graph unrolls the loop,
-            so another number of chunks is another graph. All ranks must use the same way and the same ``chunk_rows``:
-            weights and biases require grad on every rank or on none.
+        pipelined: True: three matrix multiplications, two chunks of logits. The forward gathers a chunk's statistics
+            while the next chunk's matrix multiplication runs, and computes the gradients. The backward scales them in
+            place by the upstream gradient. False: four, one chunk of logits. The forward gathers the statistics of all
+            rows at once, and the backward computes the logits again. None: True if gradients of a mean or a sum are
+            wanted, except with ``skip_ignored`` or ``products`` (True refuses both) and inside an eager checkpoint.
+            Inside a compiled checkpoint Inductor saves the gradients; pass False for another backend. A compiled graph
+            unrolls the loop, so another number of chunks is another graph. All ranks must use the same way and the same
+            ``chunk_rows``: weights and biases require grad on every rank or on none.
         check: as for ``vocab_parallel_cross_entropy``; it does not compare the values of inputs.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap, logit_scale: as in
             ``xent_ops.cross_entropy``; smoothing spreads over all ``num_classes``.

@@ -62,7 +62,7 @@ def vocab_parallel_linear_token_loss(
     """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
 
     Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
-    gradient of its input. A step takes three products (four in float16), and holds two chunks of logits.
+    gradient of its input. A step takes three matrix multiplications (four in float16), and holds two chunks of logits.
 
     Args:
         input, weight_shard, target, group, num_classes, class_start, bias_shard, sequence_parallel: as for
@@ -72,8 +72,8 @@ def vocab_parallel_linear_token_loss(
         reduction, divisor, ignore_index, softcap, logit_scale: as for ``xent_ops.linear_token_loss``.
         accumulate_dtype, chunk_rows, logits_dtype, products: as for ``xent_ops.linear_token_loss``.
         batch_invariant: as for ``vocab_parallel_linear_cross_entropy``.
-        skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four products, without ignored rows.
-            With several classes a row it has no effect: three products of all rows, and ``products`` is refused.
+        skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four matrix multiplications, without ignored rows.
+            With several classes a row it has no effect: three of all rows, and ``products`` is refused.
         check: as for ``vocab_parallel_linear_cross_entropy``. It also compares the values of ``rows``, and fn on all
             tokens with fn on parts of them (except with several classes a row).
 

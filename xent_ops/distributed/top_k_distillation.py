@@ -53,8 +53,8 @@ def vocab_parallel_linear_top_k_distillation_loss(
     """``xent_ops.linear_top_k_distillation_loss`` of a head whose rows (classes) are split between ranks.
 
     Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
-    gradient of its input. A step takes three products, and holds two chunks of logits. K + 3 numbers a row are
-    all-gathered.
+    gradient of its input. A step takes three matrix multiplications, and holds two chunks of logits. K + 3 numbers a
+    row are all-gathered.
 
     Args:
         input, weight_shard, bias_shard, group, num_classes, class_start, sequence_parallel: as for

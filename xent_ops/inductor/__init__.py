@@ -65,9 +65,9 @@ def options(
         base: further options to keep, or the name of a mode of ``torch.compile`` such as ``"reduce-overhead"``
             (``torch.compile`` itself refuses a mode together with options). A ``pre_grad_custom_pass`` in ``base`` runs
             before ours; without one, the pass that is now set in ``torch._inductor.config`` does.
-        linear: whether the head and the loss become one operator, ``xent::linear_cross_entropy``. It never holds all
-            logits. ``"auto"``: if the logits are large and nothing else reads them. True: also for small logits, and
-            for ``reduction="none"``, which takes a fourth product. False: only for ``F.linear_cross_entropy``.
+        linear: whether the head and the loss become one operator, ``xent::linear_cross_entropy``. ``"auto"``: if the
+            logits are large and nothing else reads them. True: also for small logits, and for ``reduction="none"``,
+            which takes a fourth matrix multiplication. False: only for ``F.linear_cross_entropy``.
         products: as for ``xent_ops.linear_cross_entropy``, for these heads. A head that does not support it stays
             unchanged, and the report says why.
 

@@ -38,7 +38,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         if self.classes is None:
             return f"{self.model}: this pipeline stage has no head, so nothing is replaced"
-        details = [f"{self.classes} classes over {self.ranks} ranks", f"{self.head_products} products"]
+        details = [f"{self.classes} classes over {self.ranks} ranks", f"{self.head_products} matrix multiplications"]
         details += ["sequence parallel"] if self.sequence_parallel else []
         details += ["tied to the embedding"] if self.tied else []
         details += [f"{self.heads - 1} more heads of multi-token prediction"] if self.heads > 1 else []
@@ -73,8 +73,8 @@ def use_xent(
         model: a GPTModel or MambaModel, or a wrapper of one: Float16Module, DistributedDataParallel. Changed in place.
         loss_mask: promise that the trainer's loss is one number times ``(losses * loss_mask).sum()``, with the
             ``loss_mask`` that the model is called with, as in Megatron's ``pretrain_gpt.py``. Then a step takes three
-            products of the head instead of four. Without that promise kept, all gradients are NaN. A call without
-            ``loss_mask``, and further heads of multi-token prediction, take four.
+            matrix multiplications of the head instead of four. Without that promise kept, all gradients are NaN. A call
+            without ``loss_mask``, and further heads of multi-token prediction, take four.
         label_smoothing: as for ``cross_entropy``. For Megatron's alpha with K classes pass ``alpha * K / (K - 1)``.
         lse_square_scale: the factor of the z-loss, as for ``cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant: as for

@@ -36,7 +36,7 @@ class Report(NamedTuple):
     head_products: int
 
     def __str__(self) -> str:
-        first = f"{self.trainer}: its loss takes {self.head_products} products of the head, by xent_ops"
+        first = f"{self.trainer}: its loss takes {self.head_products} matrix multiplications of the head, by xent_ops"
         last = "not replaced: generation, and what asks for logits (compute_metrics, label smoothing)"
         return "\n  ".join([first, *self.replaced, last])
 
@@ -58,7 +58,8 @@ def use_xent(
     ``trainer.train()``. It runs each model twice on four tokens to find the operations on its logits.
 
     With SFTTrainer's own "nll", the log-probabilities that the model returns have only the gradient of their sum. This
-    takes three products instead of four. A ``compute_loss`` of a subclass gets the gradient of each log-probability.
+    takes three matrix multiplications instead of four. A ``compute_loss`` of a subclass gets the gradient of each
+    log-probability.
 
     Args:
         trainer: an SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer or GKDTrainer, or
@@ -82,7 +83,7 @@ def use_xent(
 
     Examples:
         >>> report = use_xent(trainer)  # an SFTTrainer, for example
-        >>> "3 products of the head" in str(report)
+        >>> "3 matrix multiplications of the head" in str(report)
         True
     """
     arguments.boolean("any_version", any_version)
