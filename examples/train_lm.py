@@ -47,7 +47,7 @@ TORCH = "F.cross_entropy"
 LOSSES: dict[str, Loss] = {
     TORCH: of_logits(F.cross_entropy),
     "xent_ops.cross_entropy": of_logits(xent_ops.cross_entropy),
-    "xent_ops.linear_cross_entropy": xent_ops.linear_cross_entropy,  # head and loss as one: never holds all logits
+    "xent_ops.linear_cross_entropy": xent_ops.linear_cross_entropy,  # head and loss as one, by chunks of rows
 }
 
 SIZES = {
