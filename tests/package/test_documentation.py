@@ -31,6 +31,8 @@ BLOCK = re.compile(
     r"^(?:<!-- skip: ([^\n]*) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```)?", re.DOTALL | re.MULTILINE
 )
 WITH_BLOCKS = [page for page in PAGES if "```python" in page.read_text()]
+README = " ".join((ROOT / "README.md").read_text().split())
+MEASURED = docs_plots.tables(docs_plots.BENCHMARKS.read_text())
 
 
 class Output(NamedTuple):
@@ -230,22 +232,50 @@ def test_pictures_show_every_rival_that_is_measured():
 
 def test_the_price_of_skipping_is_measured():
     """skip_ignored where no row is ignored: help and recipe have the largest one of the table."""
-    found = docs_plots.tables(docs_plots.BENCHMARKS.read_text())
-    costs = next(rows for header, rows in found if header[0] == "8192 x 256000, 2304")
+    costs = next(rows for header, rows in MEASURED if header[0] == "8192 x 256000, 2304")
     pairs = zip(costs["all rows computed"], costs["`skip_ignored=True`"], strict=True)
     price = f"up to {100 * max(float(skipping) / float(all_rows) - 1 for all_rows, skipping in pairs):.0f} %"
     assert price in xent_ops.linear_cross_entropy.__doc__
     assert price in (DOCS / "recipes.md").read_text()
 
 
-def test_the_readme_s_figures_are_measured():
-    """A whole step, which no picture holds: what the README says is that table's."""
-    (percent,) = re.findall(
-        r"^\| training step .*\| the same \| (\d+) % less \|$", (ROOT / "README.md").read_text(), re.M
-    )
-    found = docs_plots.tables(docs_plots.BENCHMARKS.read_text())
+def short(ratio, digits=2):
+    """As the page writes it: .93, and 1 for 1.02 in one digit."""
+    text = f"{ratio:.{digits}f}"
+    return "1" if text == "1.0" else text.removeprefix("0")
+
+
+def test_a_training_step_is_measured():
+    (percent,) = re.findall(r"\| training step [^|]*\| the same \| (\d+) % less \|", README)
     theirs, ours = next(
-        (rows["F, compiled"], rows["found head"]) for _, rows in found if {"F, compiled", "found head"} <= rows.keys()
+        (rows["F, compiled"], rows["found head"])
+        for _, rows in MEASURED
+        if {"F, compiled", "found head"} <= rows.keys()
     )
     assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=0.03)
     assert round(100 * (1 - float(ours[2]) / float(theirs[2]))) == int(percent)
+
+
+def test_the_readme_s_step_of_use_xent_is_measured():
+    rows = next(rows for header, rows in MEASURED if header == ["untouched", "`use_xent(model)`"])
+    for mode, cells in rows.items():
+        (their_ms, their_mib), (our_ms, our_mib) = (map(float, re.findall(r"[\d.]+", cell)) for cell in cells)
+        assert f"{mode} | {short(our_ms / their_ms)} | {short(our_mib / their_mib)}" in README
+        in_mib = f"{our_mib:,.0f} MiB instead of {their_mib:,.0f}, and {our_ms:.0f} ms instead of {their_ms:.0f}"
+        assert (in_mib if mode == "eager" else f"({our_mib:,.0f} of {their_mib:,.0f} MiB)") in README
+
+
+@pytest.mark.parametrize(
+    ("first_shape", "lines", "classes", "digits", "says"),
+    [
+        ("8192 x 32000", ("xent eager", "F eager"), 262144, 2, "`F.cross_entropy` in eager mode | {} to {}"),
+        ("8192 x 32000", ("xent compiled", "F compiled"), 262144, 2, "compiled `F.cross_entropy` | {} to {}"),
+        ("50000 x 2", ("F eager", "xent eager"), 128, 1, "2 to 128 classes, it takes {} to {} of our time"),
+    ],
+)
+def test_the_readme_s_ranges_are_measured(first_shape, lines, classes, digits, says):
+    """The ratio of two lines, over the columns of at most so many classes."""
+    header, rows = next(table for table in MEASURED if table[0][0] == first_shape and set(lines) <= table[1].keys())
+    columns = zip(header, *(map(docs_plots.number, rows[line]) for line in lines), strict=True)
+    found = [one / other for shape, one, other in columns if one and other and int(shape.split(" x ")[1]) <= classes]
+    assert says.format(short(min(found), digits), short(max(found), digits)) in README
