@@ -199,6 +199,19 @@ def test_writers_of_other_memory_do_not_matter():
     assert report.replaced[0].upcast_removed
 
 
+def test_a_part_of_a_split_whose_base_is_written_to():
+    """Autograd lets nobody ask it for its grad_fn then."""
+
+    def function(h, w, t):
+        x = (h @ w).tanh().exp()
+        loss = F.cross_entropy(x.split(V // 2, -1)[0].contiguous(), t % 2)
+        with torch.no_grad():
+            x.mul_(2)
+        return loss
+
+    assert len(assert_right(function, torch.float32).calls) == 1
+
+
 def test_plain_inductor_compiles_what_ours_does(monkeypatch):
     """F.embedding(max_norm=) on the logits after the loss, through Inductor."""
     function = after_the_plain_loss(_norm_weights)

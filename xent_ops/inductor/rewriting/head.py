@@ -81,9 +81,10 @@ def _refuse_other_products(source: fx.Node, loss: Loss) -> None:
 
 def _refuse_from_outside(source: fx.Node) -> None:
     """Raise LeftAlone, for the report, if the logits were computed before this graph."""
+    if source.op != "placeholder":  # is_leaf of x.split(n)[0] raises an error once x is written to
+        return
     value = value_of(source)
-    leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf  # no operator's result
-    if source.op == "placeholder" and not leaf:
+    if not (isinstance(value, Tensor) and value.requires_grad and value.is_leaf):  # an operator's result
         raise LeftAlone("its logits come into the graph from outside: a graph break or an uncompiled head before it")
 
 
