@@ -17,7 +17,8 @@ _OF_PEFT = (
     ": name the head in modules_to_save, which trains all of it, or leave it out of target_modules, target_parameters "
     "and trainable_token_indices (also those of an embedding that it is tied to)"
 )
-_GATHERING = ("torch.distributed.", "deepspeed.")  # modules whose hooks gather weights
+# Modules of hooks that leave a head's input as it is: they gather weights, or are those of another model's use_xent.
+_LEAVE_THE_INPUT = ("torch.distributed.", "deepspeed.", "xent_ops.")
 
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -66,7 +67,8 @@ def upcasts(head: Any) -> bool:
     if type(head.weight) not in (Tensor, nn.Parameter) or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     with torch.no_grad():
-        x = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+        generator = torch.Generator("cpu").manual_seed(0)
+        x = torch.randn(4, head.in_features, generator=generator, device="cpu").to(head.weight)
         logits = type(head).forward(head, x)
         exact = F.linear(x.float(), head.weight.float(), None if head.bias is None else head.bias.float())
     return logits.dtype == torch.float32 and bool((logits - exact).norm() <= 1e-5 * exact.norm())
@@ -156,11 +158,11 @@ def adapters(head: Any) -> list[str]:
 def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
     """The name of a hook registered on the head after our two hooks. That hook would get an empty input.
 
-    Hooks of torch.distributed and DeepSpeed do not count: they gather the weight.
+    Hooks that leave the input as it is do not count.
     """
     for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
         for number, hook in hooks.items():
-            if number > ours and not _module_of(hook).startswith(_GATHERING):
+            if number > ours and not _module_of(hook).startswith(_LEAVE_THE_INPUT):
                 return repr_for_message(hook)
     return None
 

@@ -170,7 +170,7 @@ class _Head:
         self._forget()
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
-            model.register_forward_hook(self.after_model),
+            model.register_forward_hook(self.after_model, always_call=True),  # after an error too
         ]
         layer.forward = self.output_layer
         model.compute_language_model_loss = self.loss
@@ -186,13 +186,13 @@ class _Head:
         self.passed_on: tuple[Tensor, Tensor | None] | None = None  # (input, weight) of the output layer's last call
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forget()  # the state of a call that raised
+        self._forget()  # the state of a call that was interrupted
         position = self.labels_position
         self.labels = args[position] if len(args) > position else kwargs.get("labels")
         self.mask = kwargs.get("loss_mask") if self.uses_mask else None
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unused = self.passed_on is not None
+        unused = self.passed_on is not None and output is not None  # no output: the model raised an error
         self._forget()
         if unused:
             raise RuntimeError(f"{type(model).__name__} uses its logits without its loss: call remove_xent(model)")

@@ -64,6 +64,14 @@ def with_temperature(tail: Activation, temperature: float) -> Activation:
     return Activation(None if cap is None else cap / temperature, scale / temperature)
 
 
+def replace_loss_function(model: Any, function: Any) -> Any:
+    """The ``loss_function`` that was set on the model, to put it back later. None: that of its ``loss_type``."""
+    own = vars(model).pop("_loss_function", None)
+    if function is not None:
+        model.loss_function = function
+    return own
+
+
 def _ramp(logits: Tensor) -> Tensor:
     """(V,), far beyond any softcap. The logits of an untrained model are too small to show a softcap."""
     return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)
@@ -73,6 +81,8 @@ def _run(model: Any, head: nn.Module, upcast: bool, wrapper: Any, *, ramp: bool)
     """(the logits that loss_function gets, the loss that the model returns), while loss_function returns 0."""
     name = type(model).__name__
     ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
+    if ids.is_meta:
+        raise ValueError(f"{name} is on the meta device, where weights have no values: load them before use_xent")
     heads_seen: list[Tensor] = []
     losses_seen: list[tuple[Any, ...]] = []
 
@@ -91,14 +101,14 @@ def _run(model: Any, head: nn.Module, upcast: bool, wrapper: Any, *, ramp: bool)
     options = {key: value for key, value in (("use_cache", False), ("return_dict", True)) if key in accepted}
     training = {module: module.training for module in model.modules()}
     handle = head.register_forward_hook(head_hook, prepend=True)
-    model.loss_function = loss_function
+    own_loss_function = replace_loss_function(model, loss_function)
     model.eval()
     try:
         with torch.no_grad():
             output = (model if wrapper is None else wrapper)(input_ids=ids, labels=ids.clone(), **options)
     finally:
         handle.remove()
-        del model._loss_function
+        replace_loss_function(model, own_loss_function)
         for module, mode in training.items():
             module.training = mode
     if not losses_seen and hasattr(model, "criterion"):  # models of flash-linear-attention

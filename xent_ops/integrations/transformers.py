@@ -9,6 +9,7 @@ too, only for what a call returns: with them ``loss_function`` calls the head on
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -177,13 +178,32 @@ def _base(model: Any) -> Any:
     return base
 
 
-class _Call(NamedTuple):
-    """The arguments of the model's call."""
+class _Call:
+    """A call of the model: its arguments, and what the hooks have seen of it."""
 
-    labels: Tensor
-    shift_labels: Tensor | None
-    num_items_in_batch: Tensor | int | None
-    ignore_index: int
+    def __init__(self, labels: Tensor, kwargs: dict[str, Any]) -> None:
+        self.labels = labels
+        self.shift_labels: Tensor | None = kwargs.get("shift_labels")
+        self.num_items_in_batch: Tensor | int | None = kwargs.get("num_items_in_batch")
+        self.ignore_index: int = kwargs.get("ignore_index", -100)
+        self.hidden: Tensor | None = None
+        self.loss: Tensor | None = None
+        self.returned = False  # has loss_function returned it?
+        self.predicted: dict[str, Tensor] = {}
+
+
+class _Running(threading.local):
+    """The calls that run in this thread, by their model's hooks.
+
+    A global: of a tensor that Dynamo finds through a hook of an nn.Linear, it takes the shape as a constant, and each
+    length would be another graph.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[_Hooks, _Call] = {}
+
+
+_running = _Running()
 
 
 class _Hooks:
@@ -192,31 +212,23 @@ class _Hooks:
     def __init__(self, model: Any, head: Any, upcast: bool, options: dict[str, Any], in_eval: bool) -> None:
         self.model, self.head, self.upcast, self.options, self.in_eval = model, head, upcast, options, in_eval
         self.labels_position = list(inspect.signature(model.forward).parameters).index("labels")
-        self._forget()
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             head.register_forward_pre_hook(self.before_head),
             # It runs first: FSDP's own hook, which frees the weight, must come after it.
             head.register_forward_hook(self.after_head, prepend=True),
-            model.register_forward_hook(self.after_model),
+            model.register_forward_hook(self.after_model, always_call=True),  # after an error too
         ]
         self.hook_ids = (self.handles[1].id, self.handles[2].id)
-        model.loss_function = self.loss_function
+        self.own_loss_function = tails.replace_loss_function(model, self.loss_function)
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-        del self.model._loss_function
-
-    def _forget(self) -> None:
-        self.call: _Call | None = None
-        self.hidden: Tensor | None = None
-        self.loss: Tensor | None = None
-        self.returned = False  # has loss_function returned it?
-        self.predicted: dict[str, Tensor] = {}
+        tails.replace_loss_function(self.model, self.own_loss_function)
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forget()  # the state of a call that raised
+        _running.calls.pop(self, None)  # a call that was interrupted
         labels = args[self.labels_position] if len(args) > self.labels_position else kwargs.get("labels")
         if not (model.training or self.in_eval):
             return
@@ -240,20 +252,21 @@ class _Hooks:
             )
         if self.needs_own_call():  # other hooks on the head change what they get in the second call, and nothing before
             self.head._forward_pre_hooks.move_to_end(self.hook_ids[0], last=False)
-        ignore_index = kwargs.get("ignore_index", -100)
-        self.call = _Call(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"), ignore_index)
+        _running.calls[self] = _Call(labels, kwargs)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self.call is None:
+        call = _running.calls.get(self)
+        if call is None:
             return None
-        if self.hidden is not None:
+        if call.hidden is not None:
             raise RuntimeError("the model called its head twice; use_xent takes models that call it once")
-        self.hidden = args[0]
+        call.hidden = args[0]
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self.call is not None and self.hidden is not None and not self.needs_own_call():
-            self.loss = self.compute(self.call, self.hidden)
+        call = _running.calls.get(self)
+        if call is not None and call.hidden is not None and not self.needs_own_call():
+            call.loss = self.compute(call, call.hidden)
 
     def needs_own_call(self) -> bool:
         """Is the weight gathered only for what a call returns? In FSDP1's root group it is gathered for the model's."""
@@ -273,7 +286,7 @@ class _Hooks:
         if self.model.training:
             return linear_cross_entropy(input, weight, target, divisor=divisor, **options)
         outputs = linear_cross_entropy_outputs(input, weight, target, divisor=divisor, **options)
-        self.predicted = {"predictions": outputs.predictions, "accuracy": outputs.accuracy}
+        call.predicted = {"predictions": outputs.predictions, "accuracy": outputs.accuracy}
         return outputs.loss
 
     def loss_function(
@@ -287,43 +300,43 @@ class _Hooks:
         **kwargs: Any,
     ) -> Tensor:
         loss_arguments = (num_items_in_batch is None, ignore_index, shift_labels is None)
-        if self.call is None:
+        call = _running.calls.get(self)
+        if call is None:
             if self.model.training and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"the forward of {type(self.model).__name__} was called without its hooks, which use_xent needs: "
                     "call the model itself (old versions of peft call forward)"
                 )
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-        if self.loss is None and self.hidden is not None:
-            call, self.call = self.call, None  # our hooks on the head leave this call alone
+        if call.loss is None and call.hidden is not None:
+            del _running.calls[self]  # our hooks on the head leave this call of it alone
             outer = self.model.get_output_embeddings()
-            self.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), self.hidden)
-            self.call = call
-        seen = (self.call.num_items_in_batch is None, self.call.ignore_index, self.call.shift_labels is None)
-        if self.loss is None or loss_arguments != seen:
+            call.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), call.hidden)
+            _running.calls[self] = call
+        seen = (call.num_items_in_batch is None, call.ignore_index, call.shift_labels is None)
+        if call.loss is None or loss_arguments != seen:
             raise RuntimeError(
                 f"{type(self.model).__name__} gave its loss other arguments than it was given itself: use_xent takes "
                 "num_items_in_batch, ignore_index and shift_labels of the model's call"
             )
-        self.returned = True
-        return self.loss
+        call.returned = True
+        return call.loss
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call, loss, returned, predicted = self.call, self.loss, self.returned, self.predicted
-        self._forget()
-        if call is None:
+        call = _running.calls.pop(self, None)
+        if call is None or output is None:  # no output: the model raised an error
             return None
-        if loss is None:
+        if call.loss is None:
             raise RuntimeError(
                 "the model did not call its head: its forward is not that of transformers. For TRL's trainers, which "
                 "replace it, there is xent_ops.integrations.trl.use_xent(trainer)"
             )
-        if not returned:
+        if not call.returned:
             raise RuntimeError("the model did not call its loss_function: it was replaced after use_xent")
         if isinstance(output, tuple):
             return None
         fields = {name: value for name, value in output.items() if name != "logits"}
         without_logits = type(output)(**fields)
-        for name, value in predicted.items():
+        for name, value in call.predicted.items():
             without_logits[name] = value
         return without_logits
