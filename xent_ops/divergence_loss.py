@@ -182,7 +182,7 @@ def distillation_token_loss(
         if num_classes is not None:
             raise ValueError(distillation_checks.CLASSES_ALONE)
         checks.same_shape("classes", classes.shape, input.shape[-1:], "the teacher's class of each of the student's")
-        if not transforms.is_traced() and classes.device.type == "cpu":
+        if transforms.can_read(classes):
             distillation_checks.class_values(classes, teacher_input.shape[-1])
         teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
     refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
@@ -203,7 +203,7 @@ def distillation_token_loss(
 
 def _divisor(divisor: Tensor | None, classes: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:
     """NaN where the classes are not different, if that cannot raise an error."""
-    if classes is None or (classes.device.type == "cpu" and not transforms.is_traced()):
+    if classes is None or transforms.can_read(classes):
         return divisor
     different = nan_unless_different(classes, number).to(dtype)
     return different if divisor is None else different * divisor.to(dtype)

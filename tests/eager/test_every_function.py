@@ -1,5 +1,6 @@
 """What all functions do alike: ignored rows, chunks, autocast, checkpoints, several backwards, what they refuse."""
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -7,8 +8,11 @@ import math
 import pytest
 import torch
 from test_no_argument_ignored import CALLS, IDS, TARGET, N, V, of_divergences, of_name, of_tokens, parameters, randn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 LOCAL = [name for name in CALLS if "." not in name and not inspect.isclass(of_name(name))]
@@ -206,6 +210,26 @@ def test_dtensors_are_refused(device, name):
     for key in {*HIDDEN, *HEADS} & {*given}:
         with pytest.raises(NotImplementedError, match=rf"{name} of DTensors"):
             of_name(name)(**given | {key: given[key].detach().as_subclass(LikeDTensor)})
+
+
+@pytest.mark.parametrize("way", ["meta", "fake", "recorded"])
+@each()
+def test_no_value_is_read(name, label, way):
+    """Meta and fake tensors have none, and make_fx cannot record what Python makes of one."""
+    given = arguments(name, label, "cpu")
+    if name == "distillation_token_loss":
+        given |= {"classes": torch.arange(V)}
+    want = [(x.shape, x.dtype) for x in itertools.chain(*run(name, given))]
+    if way == "recorded":
+        make_fx(lambda: results_of(name, given))()
+        return
+    mode = FakeTensorMode()
+    convert = mode.from_tensor if way == "fake" else lambda x: x.detach().to("meta").requires_grad_(x.requires_grad)
+    given = tree_map_only(torch.Tensor, convert, given)
+    with mode if way == "fake" else contextlib.nullcontext():
+        found = list(itertools.chain(*run(name, given)))
+    assert [(x.shape, x.dtype) for x in found] == want
+    assert {x.device.type for x in found} == {"cpu" if way == "fake" else "meta"}
 
 
 def test_an_operator_inside_a_checkpoint_unpacks_its_tensors_once(device):
