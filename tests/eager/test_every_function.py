@@ -1,4 +1,4 @@
-"""What all functions do alike: ignored rows, chunks, autocast, checkpoints, several backwards, what they refuse."""
+"""What all functions do alike: ignored rows, chunks, no gradients, autocast, checkpoints, several backwards, what they refuse."""
 
 import contextlib
 import inspect
@@ -128,6 +128,17 @@ def test_nothing_is_counted(device, name, label, ignored):
         results = results_of(name, given | {"reduction": reduction, **more})
         assert results[0].isnan() if reduction == "mean" else results[0] == 0
         assert not any(grad.any() for grad in gradients(results, given)) or reduction == "mean"
+
+
+@each()
+def test_without_gradients(device, name, label):
+    """The same numbers, by other operators."""
+    given = arguments(name, label, device)
+    wanted = results_of(name, given)
+    with torch.no_grad():
+        found = results_of(name, given)
+    assert not any(value.requires_grad for value in found)
+    torch.testing.assert_close(found, [value.detach() for value in wanted])
 
 
 @each("linear_weight")

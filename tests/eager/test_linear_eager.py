@@ -133,33 +133,6 @@ def test_gradcheck_of_the_other_outputs(x, head, target):
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("chunk_rows", [None, 4])
-def test_other_outputs_are_those_of_the_product(x, head, bias, target, chunk_rows):
-    logits = F.linear(x, head, bias)
-    for reduction in ("mean", "sum", "none"):
-        mine = xent_ops.linear_cross_entropy_outputs(
-            x, head, target, linear_bias=bias, reduction=reduction, chunk_rows=chunk_rows, **FULL
-        )
-        assert_all_close(mine, xent_ops.cross_entropy_outputs(logits, target, reduction=reduction, **FULL))
-    mine = xent_ops.linear_token_log_probs(x, head, target, linear_bias=bias, chunk_rows=chunk_rows)
-    assert_all_close(mine, xent_ops.token_log_probs(logits, target))
-    upstream = [torch.randn_like(value) for value in mine]
-    grads = [
-        torch.autograd.grad(values, (x, head, bias), upstream)
-        for values in (mine, xent_ops.token_log_probs(logits, target))
-    ]
-    assert_all_close(*grads)
-    for use in range(3):  # each alone
-        grads = [
-            torch.autograd.grad(call[use].sum(), (x, head))
-            for call in (
-                xent_ops.linear_token_log_probs(x, head, target),
-                xent_ops.token_log_probs(F.linear(x, head), target),
-            )
-        ]
-        assert_all_close(*grads)
-
-
 def test_gradient_accumulation_is_one_mean(x, head, target):
     weight = torch.rand(30, device=x.device, dtype=x.dtype)
     for weighted in (None, weight):

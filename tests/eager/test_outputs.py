@@ -9,35 +9,18 @@ import xent_ops
 @pytest.mark.parametrize("grad_in_forward", [False, True], ids=["", "grad_in_forward"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_outputs(device, reduction, grad_in_forward):
-    torch.manual_seed(0)
-    x = torch.randn(2, 50, 300, device=device, dtype=torch.float64, requires_grad=True)
-    target = x.detach().argmax(-1)
-    target[:, ::3] = torch.randint(0, 300, target[:, ::3].shape, device=device)
-    target[0, 7:12] = -100
-    options = {"reduction": reduction, "label_smoothing": 0.125, "dim": -1}
-    out = xent_ops.cross_entropy_outputs(x, target, lse_square_scale=0.25, grad_in_forward=grad_in_forward, **options)
-    loss, whole = (xent_ops.cross_entropy(x, target, lse_square_scale=z, **options) for z in (0.0, 0.25))
-    counted, lse = target != -100, torch.logsumexp(x, -1)
-    torch.testing.assert_close(out.loss, whole)
-    torch.testing.assert_close(out.loss, loss + out.z_loss)
-    torch.testing.assert_close(out.lse, torch.where(counted, lse, torch.inf))
-    torch.testing.assert_close(
-        out.token_losses, xent_ops.cross_entropy(x, target, **options | {"reduction": "none"}).detach()
+    """Which of them are differentiable. Values: tests/fuzz."""
+    x, target = (
+        torch.randn(6, 30, device=device, requires_grad=True),
+        torch.tensor([1, -100, 29, 4, 0, 7], device=device),
     )
-    torch.testing.assert_close(
-        out.entropy, torch.where(counted, torch.distributions.Categorical(logits=x).entropy(), 0.0).detach()
-    )
+    options = {"lse_square_scale": 0.25, "reduction": reduction, "grad_in_forward": grad_in_forward}
+    out = xent_ops.cross_entropy_outputs(x, target, **options)
     assert out.predictions.dtype == torch.int64
-    assert torch.equal(out.predictions, torch.where(counted, x.argmax(-1), -1))
-    torch.testing.assert_close(out.accuracy.double(), (x.argmax(-1) == target)[counted].double().mean())
-    assert xent_ops.cross_entropy_outputs(x, target, dim=-1).z_loss == 0
+    assert xent_ops.cross_entropy_outputs(x, target).z_loss == 0
     differentiable = {name for name, value in out._asdict().items() if value.requires_grad}
     more = [] if grad_in_forward else ["lse", *(["z_loss"] if reduction == "none" else [])]
     assert differentiable == {"loss", *more}
-    of_lse = 0.0 if grad_in_forward else lse[counted].sum()
-    wanted = torch.autograd.grad(whole.sum() + of_lse, x)[0]
-    mine = torch.autograd.grad(out.loss.sum() + (0.0 if grad_in_forward else out.lse[counted].sum()), x)[0]
-    torch.testing.assert_close(mine, wanted)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

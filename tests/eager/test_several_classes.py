@@ -1,11 +1,10 @@
-"""Several classes a row: their log-probabilities, and functions of them."""
+"""Several classes a row: equal ones, masked ones, what is refused. Values: tests/fuzz."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.covering import covering
 
 import xent_ops
 from xent_ops.kernels import reference_ids
@@ -13,12 +12,6 @@ from xent_ops.kernels import reference_ids
 N, H, V, K = 9, 5, 13, 4
 OPTIONS = {"plain": {}, "softcap": {"softcap": 3.0, "logit_scale": 0.7}, "negative": {"logit_scale": -1.5}}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-CLOSE = {
-    torch.float64: {},
-    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 0.05, "atol": 0.05},
-    torch.float16: {"rtol": 0.01, "atol": 0.01},
-}
 
 
 def problem(device, dtype=torch.float64):
@@ -36,80 +29,8 @@ def activated(logits, softcap=None, logit_scale=1.0):
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
-def expected(x, head, bias, ids, **options):
-    """TokenLogProbs in float64, from all logits."""
-    z = activated(F.linear(x.double(), head.double(), bias.double()), **options)
-    lse, counted = z.logsumexp(-1), ids != -100
-    log_probs = torch.where(counted, z.gather(-1, ids.clamp(min=0)) - lse.unsqueeze(-1), 0.0)
-    log_p = z - lse.unsqueeze(-1)
-    return log_probs, torch.where(counted.any(-1), -(log_p.exp() * log_p).sum(-1), 0.0), lse
-
-
-def weighted(stats, ids, factors):
-    """A sum of everything that is counted, which no row leaves out."""
-    log_probs, entropy, lse = stats
-    counted = (ids != -100).any(-1)
-    of_lse = torch.where(counted, lse, 0.0)
-    return (log_probs.double() * factors[0]).sum() + (entropy * factors[1]).sum() + (of_lse * factors[2]).sum()
-
-
-def factors_of(device):
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in ((N, K), (N,), (N,))]
-
-
-def function(stats, a, b, c):
-    return (stats.log_probs * a).sum(-1) + stats.entropy * b + stats.lse * c
-
-
-@pytest.mark.parametrize("dtype, name, skip_ignored", covering(DTYPES, OPTIONS, [False, True]), ids=str)
-def test_log_probs(device, dtype, name, skip_ignored):
-    """Of a head and of given logits; with any upstream gradients, and as a function of tokens in three products."""
-    x, head, bias, ids, _ = problem(device, dtype)
-    options, factors, leaves = OPTIONS[name], factors_of(device), (x, head, bias)
-    theirs = expected(*leaves, ids, **options)
-    total = weighted(theirs, ids, factors)
-    wanted = [grad.double() for grad in torch.autograd.grad(total, leaves)]
-    how = {"linear_bias": bias, "chunk_rows": 4, "skip_ignored": skip_ignored, **options}
-    made = xent_ops.linear_token_log_probs(x, head, ids, **how)
-    assert made.log_probs.shape == ids.shape and made.entropy.shape == made.lse.shape == (N,)
-    assert made.log_probs.dtype == made.lse.dtype == (dtype if dtype == torch.float64 else torch.float32)
-    assert not made.log_probs[ids == -100].any()
-    logits = F.linear(x, head, bias)
-    rows = tuple(factors)
-    of_function = xent_ops.linear_token_loss(x, head, ids, function, rows=rows, check=True, reduction="sum", **how)
-    totals = {
-        "linear_token_log_probs": weighted(made, ids, factors),
-        "linear_token_loss": of_function,
-        "token_log_probs": weighted(xent_ops.token_log_probs(logits, ids, **options), ids, factors),
-        "token_loss": xent_ops.token_loss(
-            F.linear(x, head, bias), ids, function, rows=rows, check=True, reduction="sum", **options
-        ),
-    }
-    for way, value in totals.items():
-        grads = [grad.double() for grad in torch.autograd.grad(value, leaves)]
-        for got, correct in zip((value.double(), *grads), (total, *wanted), strict=True):
-            size = max(correct.abs().max().item(), 1.0)
-            torch.testing.assert_close(
-                got / size, correct / size, **CLOSE[dtype], msg=lambda text, w=way: f"{w}: {text}"
-            )
-    with torch.no_grad():
-        value = xent_ops.linear_token_loss(x, head, ids, function, rows=rows, reduction="sum", **how)
-        torch.testing.assert_close(value, of_function, **CLOSE[dtype])
-
-
-def test_gradcheck(device):
+def test_there_is_no_second_derivative(device):
     x, head, bias, ids, _ = problem(device)
-
-    def log_probs(*leaves):
-        made = xent_ops.linear_token_log_probs(*leaves[:2], ids, linear_bias=leaves[2], chunk_rows=4, softcap=4.0)
-        return made.log_probs, made.entropy, made.lse
-
-    def of_logits(x, head, bias):
-        made = xent_ops.token_log_probs(F.linear(x, head, bias), ids, softcap=4.0)
-        return made.log_probs, made.entropy, made.lse
-
-    assert torch.autograd.gradcheck(log_probs, (x, head, bias)) and torch.autograd.gradcheck(of_logits, (x, head, bias))
     total = xent_ops.token_log_probs(F.linear(x, head, bias), ids).log_probs.sum()
     (grad,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"of several classes a row, .* has no second derivative"):

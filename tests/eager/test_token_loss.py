@@ -1,4 +1,4 @@
-"""A function of each token's statistics as the loss: values, how often what runs, what is refused."""
+"""A function of each token's statistics as the loss: published ones, how often what runs, what is refused."""
 
 import math
 import operator
@@ -16,7 +16,7 @@ import xent_ops
 
 V = 37
 problem = partial(random_head, classes=V, scale=0.5)
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 def oracle(fn, x, head, bias, target, rows, **options):
@@ -33,45 +33,17 @@ def assert_close(actual, wanted, dtype):
         assert ((mine.double() - other).abs() <= TOLERANCE[dtype] * scale).all(), (mine, other)
 
 
-# What a function does has its own dtype; rounding is the head's.
-EACH = [
-    *((name, torch.float32) for name in LOSSES),
-    *(("grpo", dtype) for dtype in TOLERANCE if dtype != torch.float32),
-]
-
-
-@pytest.mark.parametrize("name, dtype", EACH, ids=str)
-def test_values_and_gradients(device, name, dtype):
-    x, head, bias, target = problem(device, dtype)
-    fn = LOSSES[name]
-    rows = rows_of(fn, target.shape, device, torch.promote_types(dtype, torch.float32))
-    counted = int((target != -100).sum())
-    for options in ({}, {"softcap": 20.0, "logit_scale": 0.75}):
-        for chunk_rows, reduced in ((None, {}), (3, {"reduction": "sum", "divisor": 7.0})):
-            number = reduced.get("divisor", counted)
-            wanted, wanted_grads = oracle(fn, x, head, bias, target, rows, divisor=number, **options)
-            given = {"rows": rows, "linear_bias": bias, "chunk_rows": chunk_rows, **reduced, **options}
-            loss = xent_ops.linear_token_loss(x, head, target, fn, **given)
-            assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and loss.shape == ()
-            assert_close([loss], [wanted], dtype)
-            grads = torch.autograd.grad(loss, (x, head, bias))
-            assert [grad.dtype for grad in grads] == [dtype] * 3
-            assert_close(grads, wanted_grads, dtype)
-
-
 @pytest.mark.parametrize("name", LOSSES)
-def test_of_given_logits(device, name):
-    fn, target = LOSSES[name], problem(device)[3]
-    logits = torch.randn(*target.shape, V, device=device, dtype=torch.float64, requires_grad=True)
-    rows = rows_of(fn, target.shape, device)
-    for dim, reduced in ((-1, {}), (1, {"reduction": "sum", "divisor": 7})):
-        number = reduced.get("divisor", int((target != -100).sum()))
-        wanted = expected(fn, logits, target, rows, divisor=number, softcap=9.0)
-        (wanted_grad,) = torch.autograd.grad(wanted, logits)
-        given = logits if dim == -1 else logits.movedim(-1, 1)
-        loss = xent_ops.token_loss(given, target, fn, rows=rows, softcap=9.0, dim=dim, check=True, **reduced)
-        torch.testing.assert_close(loss, wanted)
-        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted_grad)
+def test_published_losses(device, name):
+    """Functions that are not linear in the statistics."""
+    x, head, bias, target = problem(device, torch.float64)
+    rows = rows_of(LOSSES[name], target.shape, device, torch.float64)
+    wanted, wanted_grads = oracle(LOSSES[name], x, head, bias, target, rows)
+    for loss in (
+        of_head(x, head, target, LOSSES[name], rows=rows, linear_bias=bias, chunk_rows=3),
+        xent_ops.token_loss(F.linear(x, head, bias), target, LOSSES[name], rows=rows, reduction="sum"),
+    ):
+        assert_close([loss, *torch.autograd.grad(loss, (x, head, bias))], [wanted, *wanted_grads], torch.float64)
 
 
 def of_logits(x, head, target, fn, **options):
@@ -83,17 +55,6 @@ def of_head(x, head, target, fn, **options):
 
 
 BOTH = pytest.mark.parametrize("function", [of_head, of_logits], ids=["linear", "logits"])
-
-
-@BOTH
-@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (1,)], ids=str)
-def test_few_tokens(device, function, shape):
-    x, head, _, target = problem(device, rows=shape)
-    rows = rows_of(grpo, shape, device)
-    loss = function(x, head, target, grpo, rows=rows, check=True)
-    grads = torch.autograd.grad(loss, (x, head))
-    wanted, wanted_grads = oracle(grpo, x, head, head.new_zeros(V), target, rows)
-    assert_close([loss, *grads], [wanted, *wanted_grads[:2]], torch.float32)
 
 
 def test_rows_of_other_shapes_and_dtypes(device):

@@ -37,21 +37,6 @@ def losses_of_rows(x, head, target, **options):
     return xent_ops.cross_entropy(x @ head.t(), target, dim=-1, reduction="none", **options)
 
 
-@WAYS
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_what_they_are(device, way, reduction):
-    """Factors of the losses of rows, which a mean also divides by."""
-    x, head, target, factors = problem(device)
-    rows = losses_of_rows(x, head, target, **OPTIONS) * factors
-    counted = target != -100
-    wanted = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / factors[counted].sum()}[reduction]
-    found = way(x, head, target, token_weight=factors, reduction=reduction, **OPTIONS)
-    torch.testing.assert_close(found, wanted)
-    upstream = torch.randn_like(wanted)
-    grads, again = (torch.autograd.grad(value, (x, head), upstream) for value in (found, wanted))
-    torch.testing.assert_close(grads, again)
-
-
 def test_a_mean_with_class_weights(device):
     """The loss is divided by the sum of both weights, the z-loss by that of the targets' own."""
     x, head, target, factors = problem(device)

@@ -129,34 +129,6 @@ def test_the_operator_counts_columns_of_a_slice(device):
     assert ids.shape == (6, 0) and torch.equal(rank, before.sum(-1))
 
 
-@pytest.mark.parametrize("linear", [True, False])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_are_those_of_its_ids(device, name, linear):
-    x, head, bias = (
-        randn(*s, device=device, dtype=torch.float64, requires_grad=True) for s in ((7, 6), (41, 6), (41,))
-    )
-    target, options = torch.randint(41, (7,), device=device), OPTIONS[name]
-    if linear:
-        top = xent_ops.linear_top_k(x, head, 5, target, linear_bias=bias, chunk_rows=3, **options)
-    else:
-        top = xent_ops.top_k(F.linear(x, head, bias), 5, target, **options)
-    logits = F.linear(x, head, bias)
-    log_probs, _, entropy, of_target, _ = expected(logits, 5, target, **options)
-    z = logits * options.get("logit_scale", 1.0)
-    lse = (3.0 * torch.tanh(z / 3.0) if "softcap" in options else z).logsumexp(-1)
-    weights = [torch.randn_like(value) for value in (log_probs, entropy, of_target, lse)]
-    totals = [
-        sum((value * weight).sum() for value, weight in zip(values, weights, strict=True))
-        for values in (
-            (top.log_probs, top.entropy, top.target_log_probs, top.lse),
-            (log_probs, entropy, of_target, lse),
-        )
-    ]
-    leaves = (x, head, bias)
-    for found, wanted in zip(*(torch.autograd.grad(total, leaves) for total in totals), strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
 def test_an_entropy_alone_has_a_gradient(device):
     logits = randn(3, 20, device=device, requires_grad=True)
     (found,) = torch.autograd.grad(xent_ops.top_k(logits, 2).entropy.sum(), logits)

@@ -1,7 +1,7 @@
 """Random calls of the functions of distillation, as fuzz_draws.py makes those of the others."""
 
 import torch
-from fuzz_compare import assert_grads, assert_loss, exact_logits, products, row_factors, unit_of
+from fuzz_compare import assert_grads, assert_loss, exact_logits, far, products, row_factors, spread, unit_of
 from fuzz_heads import Heads
 from fuzz_program import DTYPES
 
@@ -15,11 +15,11 @@ OVER_RANKS = "vocab_parallel_linear_distillation_loss"
 def draw(*args):
     draw = Heads(*args, judge="fuzz_distillation")
     draw.split_rows()
-    teacher_dtype = draw.pick(DTYPES)
+    teacher_dtype = draw.pick(DTYPES, "teacher_dtype")
     teacher_dtype = draw.dtype if "torch.float64" in (draw.dtype, teacher_dtype) else teacher_dtype
     draw.numbers("divergences_with_grad", beta=(0.0, 0.5, 1.0, 0.03, 0.875))
     widths = draw.padded()
-    if "hard_weight" in draw.options or draw.maybe(0.7):
+    if draw.maybe(0.7, "target") or "hard_weight" in draw.options:
         draw.target()
     draw.reduced("mean", "sum", *(["none"] if draw.ranks == 1 else []))
     draw.chunked()
@@ -44,14 +44,14 @@ def expect(
     if not linear and reduction == "none" and token_weight is None:
         assert_distillation(loss, grads[0], expected)
         return
-    # Logits of heads are rounded, to the error ``far``; the rest is what sums of rows add.
+    # Logits of heads are rounded, to the error ``off``; the rest is what sums of rows add.
     unit = max([unit_of(own, linear), *(eps(tensor.dtype) for tensor in teacher if linear and own != torch.float64)])
     largest = max([tensor.abs().max().item() for tensor in (logits, teacher_logits) if tensor.numel()], default=0.0)
-    far = 64 * unit * (4 + largest)
-    assert_loss(loss, expected.loss, expected.loss_bound + far * expected.loss_scale, factor, reduction)
+    off = far(unit) * (4 + largest)
+    assert_loss(loss, own, expected.loss, expected.loss_bound + off * expected.loss_scale, factor, reduction)
     tiny = torch.finfo(own).tiny * (1 + logits.numel() ** 0.5)
     if linear:
-        bounds = [far * part for part in products(expected.grad_scale, student, magnitudes=True)]
+        bounds = [off * part for part in spread(expected.grad_scale, student)]
         assert_grads(grads, products(expected.grad, student), bounds, shard, part, largest=True, tiny=tiny)
     else:
-        assert_grads(grads, [expected.grad], [expected.grad_bound + far * expected.grad_scale + tiny])
+        assert_grads(grads, [expected.grad], [expected.grad_bound + off * expected.grad_scale + tiny])

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from fuzz_compare import assert_grads, assert_loss, exact_logits, products, row_factors, unit_of
+from fuzz_compare import assert_grads, assert_loss, exact_logits, far, row_factors, spread, unit_of
 from fuzz_heads import Heads
 from helpers.divergence_oracle import divergences
 
@@ -16,11 +16,11 @@ FIELDS = ("kl", "reverse_kl", "jsd", "overlap", "log_prob")
 def draw(*args):
     draw = Heads(*args, judge="fuzz_divergences")
     draw.split_rows()
-    draft = draw.maybe(0.4)
+    draft = draw.maybe(0.4, "draft")
     draw.numbers("divergences_forward")
     widths = (draw.classes, draw.classes + draw.pick((0, 1, 50))) if draft else draw.padded()
-    read = draw.random.sample(FIELDS, draw.pick((1, 1, 2, 3, 5)))
-    if "log_prob" in read or draw.maybe(0.7):
+    read = draw.pick([draw.random.sample(FIELDS, draw.pick((1, 1, 2, 3, 5)))], "read")
+    if draw.maybe(0.7, "target") or "log_prob" in read:
         draw.target()
     draw.reduced("mean", "sum")
     draw.chunked()
@@ -67,15 +67,15 @@ def expect(
         unit = unit_of(own, linear)
         steep = max(1.0, 1 / temperature) * max(1.0, abs(scale), abs(teacher_scale))
         largest = max([one.abs().max().item() for one in (z, y) if one.numel()], default=0.0)
-        far = 64 * unit * (4 + largest) * steep
+        off = far(unit) * (4 + largest) * steep
         distance = log_s.abs() + log_t.abs()
         sizes = ((s + t) * distance).sum(-1, keepdim=True) + found.log_prob.abs().unsqueeze(-1) + 4
         weight = factors.abs().sum(0).unsqueeze(-1)
-        assert_loss(loss, values, (far * weight * sizes).sum(-1), factor, reduction)
+        assert_loss(loss, own, values, (off * weight * sizes).sum(-1), factor, reduction)
         parts = s * (1 + distance + sizes) + t + (0.0 if "log_prob" not in read else steep)
-        flips = torch.where((log_s - log_t).abs() < far * steep, s, 0.0) if "overlap" in read else 0.0
+        flips = torch.where((log_s - log_t).abs() < off * steep, s, 0.0) if "overlap" in read else 0.0
         slope = abs(scale) * max(1.0, 1 / temperature) * upstream[0].double().cpu().abs() * factor.abs().unsqueeze(-1)
-        bounds = weight * slope * ((far + eps(own)) * parts + flips)
-    bounds = products(F.pad(bounds, (0, logits.shape[-1] - z.shape[-1])), student, magnitudes=True)
+        bounds = weight * slope * ((off + eps(own)) * parts + flips)
+    bounds = spread(F.pad(bounds, (0, logits.shape[-1] - z.shape[-1])), student)
     tiny = torch.finfo(own).tiny * (1 + z.numel() ** 0.5)
     assert_grads(grads, wanted, bounds, shard, part, largest=True, tiny=tiny)

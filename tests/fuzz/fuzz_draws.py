@@ -5,6 +5,7 @@ program's own torch.manual_seed; all that decides about a program (shapes, targe
 """
 
 import random
+from types import MappingProxyType
 
 import fuzz_distillation
 import fuzz_divergences
@@ -54,11 +55,12 @@ LAYOUTS = {
 }
 
 
-def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1):
+def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1, fixed=MappingProxyType({})):
+    """``fixed``: arguments by name, as a draw would choose them; all others are drawn."""
     pick = random.Random(seed)
     name = pick.choice(names)
     own = (module.draw for module in OF_HEADS if name in (*module.NAMES, module.OVER_RANKS))
-    return next(own, _draw)(pick, seed, device, name, backend, ranks)
+    return next(own, _draw)(pick, seed, device, name, backend, ranks, fixed)
 
 
 def _draw(*args):
@@ -73,8 +75,8 @@ class _Program(Program):
         self.autocast = False
 
     def draw(self):
-        self.dtype = self.pick(DTYPES)
-        self.classes = self.pick((1, 2, 3, 17, 37, 64, 130, 1003))
+        self.dtype = self.pick(DTYPES, "dtype")
+        self.classes = self.pick((1, 2, 3, 17, 37, 64, 130, 1003), "classes")
         self._rows()
         self._options()
         self.begin("fuzz_compare")
@@ -119,18 +121,18 @@ class _Program(Program):
     def _rows(self):
         """Shape and targets, and which class or number is ignored."""
         pick = self.pick
-        self.shape = pick([(), (0,), (1,), (2,), (7,), (33,), (2, 3), (3, 4), (2, 0), (2, 3, 2), (150,)])
+        self.shape = pick([(), (0,), (1,), (2,), (7,), (33,), (2, 3), (3, 4), (2, 0), (2, 3, 2), (150,)], "shape")
         self.sequence = None
         if self.ranks > 1 and self.linear and self.maybe(0.3):
             self.sequence = pick((0, 1))
             self.shape = pick([(2 * self.ranks, 3), (4 * self.ranks, 1)])[:: 1 if self.sequence == 0 else -1]
         several = "token_log" in self.name or "token_loss" in self.name
-        self.places = (pick((1, 2, 5, 16)),) if several and self.maybe() else ()
-        self.index = pick(("torch.int64", "torch.int64", "torch.int32", "torch.uint8"))
+        self.places = (pick((1, 2, 5, 16), "K"),) if several and self.maybe(name="several") else ()
+        self.index = pick(("torch.int64", "torch.int64", "torch.int32", "torch.uint8"), "index")
         highest = min(self.classes, 256) if self.index == "torch.uint8" else self.classes
         self.ignored = pick([-100, -1, self.classes + 7, *(self.random.randrange(highest) for _ in range(3))])
         writable = 0 <= self.ignored < 256 if self.index == "torch.uint8" else True
-        share = pick((0.0, 0.3, 0.3, 0.9, 1.0)) if writable else 0.0
+        share = pick((0.0, 0.3, 0.3, 0.9, 1.0), "ignored") if writable else 0.0
         number = torch.Size((*self.shape, *self.places)).numel()
         self.targets = [self.ignored if self.maybe(share) else self.random.randrange(highest) for _ in range(number)]
         self.counted = [target for target in self.targets if target != self.ignored]
@@ -142,46 +144,46 @@ class _Program(Program):
         if self.ignored != -100 or self.maybe(0.2):
             options["ignore_index"] = self.ignored
         if "fn" in names:
-            options["reduction"] = pick(("mean", "sum")) if self.counted else "sum"
-        elif "reduction" in names and self.maybe(0.8):
-            options["reduction"] = pick(("mean", "mean", "sum", "none"))
+            options["reduction"] = pick(("mean", "sum"), "reduction") if self.counted else "sum"
+        elif "reduction" in names:
+            self.option("reduction", 0.8, ("mean", "mean", "sum", "none"))
         for name, (_, *choices) in drawn("cross_entropy").items():
-            if name in names and self.maybe(0.35):
-                options[name] = pick(choices)
+            if name in names:
+                self.option(name, 0.35, choices)
         if "weight" in names or "class_weight" in names:
             self._weights()
         both = self.weights is not None and "lse_square_scale" in options  # a mean divides them by other numbers
-        self.of_tokens = "token_weight" in names and not both and self.maybe(0.3)
+        self.of_tokens = "token_weight" in names and not both and self.maybe(0.3, "token_weight")
         if "grad_in_forward" in names and not self.of_tokens:
             for name in ("inplace_backward", "grad_in_forward"):
-                if self.maybe(0.25) and name in names:
+                if self.maybe(0.25, name) and name in names:
                     options[name] = True
-        self.function = self.random.sample(STATISTICS, self.random.randint(1, 3)) if "fn" in names else []
+        of_statistics = self.random.sample(STATISTICS, self.random.randint(1, 3)) if "fn" in names else []
+        self.function = self.pick([of_statistics], "function") if "fn" in names else []
         sums = options.get("reduction") == "sum"
-        if "divisor" in names and not self.module and sums and self.maybe():
-            options["divisor"] = pick((3.0, 1000.0, -2.0))
+        if "divisor" in names and not self.module and sums:
+            self.option("divisor", 0.5, (3.0, 1000.0, -2.0))
         # In a compiled graph "check" is refused.
         if "check" in names and self.backend is None and self.maybe(0.2):
             options["check"] = True
         refused = self.dtype in DTYPES[2:] if self.linear else "grad_in_forward" in options
-        if "batch_invariant" in names and not refused and self.maybe(0.2):
-            options["batch_invariant"] = True
+        if "batch_invariant" in names and not refused:
+            self.option("batch_invariant", 0.2, (True,))
         if not self.linear:
             return
-        if self.dtype in HALF and self.maybe(0.3):
-            options["accumulate_dtype"] = torch.float32
-        if "logits_dtype" in names and self.dtype in HALF and self.maybe(0.3):
-            options["logits_dtype"] = torch.float32
-        if self.maybe():
-            options["chunk_rows"] = pick((1, 3, 16, 100))
-        if self.maybe(0.2) and "batch_invariant" not in options:  # beside which it has no effect
+        if self.dtype in HALF:
+            self.option("accumulate_dtype", 0.3, (torch.float32,))
+        if "logits_dtype" in names and self.dtype in HALF:
+            self.option("logits_dtype", 0.3, (torch.float32,))
+        self.option("chunk_rows", 0.5, (1, 3, 16, 100))
+        if self.maybe(0.2, "skip_ignored") and "batch_invariant" not in options:  # beside which it has no effect
             options["skip_ignored"] = True
         with_grad = options.get("reduction", "mean") != "none" and "skip_ignored" not in options
         if "pipelined" in names and self.maybe(0.6):
             options["pipelined"] = pick((True, False, None)) if with_grad else pick((False, None))
 
     def _weights(self):
-        kind = self.pick(("none", "none", "some", "some", "zeros", "small", "large"))
+        kind = self.pick(("none", "none", "some", "some", "zeros", "small", "large"), "weight")
         if kind == "none":
             return
         self.weights = f"(torch.rand({self.classes}) + 0.5)"
@@ -213,7 +215,7 @@ class _Program(Program):
         allowed += ["transposed", "one row"] if len(shape) > 1 else []
         if shape[-1] == 1:
             allowed = ["stride 0"]
-        return text, LAYOUTS[self.pick(["dense", *allowed])]
+        return text, LAYOUTS[self.pick(["dense", *allowed], "layout" if len(shape) > 1 else None)]
 
     def leaf(self, name, text, layout):
         self.say(f"{name} = {text}", f"{name} = {layout.format(name)}.detach().requires_grad_()")
@@ -236,7 +238,7 @@ class _Program(Program):
             return
         self.leaf("logits", text, layout)
         argument = "logits.clone()" if self.options.get("inplace_backward") else "logits"
-        dim = self.random.randrange(len(self.shape) + 1)
+        dim = self.pick(range(len(self.shape) + 1), "dim")
         default = 1 if "cross" in self.name.lower() else -1
         if not (dim == default or (dim == len(self.shape) and default == -1) or not self.shape):
             self.more.append(f"dim={dim}")
@@ -251,12 +253,12 @@ class _Program(Program):
         self.finish(call, ["logits"], "logits=logits")
 
     def _linear_call(self):
-        features = self.pick((0, 1, 3, 8, 16, 33))
+        features = self.pick((0, 1, 3, 8, 16, 33), "features")
         self.autocast = self.dtype == "torch.float32" and self.maybe(0.2) and "accumulate_dtype" not in self.options
         scale = f"{max(features, 1)}**-0.5"
         whole = (*self.shape, features)
         tensors = {"input": self.values(whole, 1.0), "head": self.values((self.classes, features), scale)}
-        if self.maybe():
+        if self.maybe(name="bias"):
             tensors["bias"] = self.values((self.classes,), 1.0)
         for name, (text, layout) in tensors.items():
             if self.ranks > 1:
@@ -323,6 +325,7 @@ class _Program(Program):
             constants = {"entropy", *(["lse"] if ahead else []), *([] if of_rows and not ahead else ["z_loss"])}
             possible = [name for name in possible if name not in constants]
         chosen = [possible[0]] if self.maybe() else [name for name in possible if self.maybe()] or [possible[0]]
+        chosen = self.pick([chosen], "differentiated")
         self.say("upstream = {}")
         limit = not self.options.get("grad_in_forward") and self.dtype != "torch.float16"
         # float16 has rounded the gradient, below 2^-14 to steps of 2^-24, before it is multiplied by this: one at most.

@@ -14,9 +14,10 @@ class Heads(Program):
 
     def __init__(self, *args, judge, classes=(1, 2, 17, 64, 130, 1003)):
         super().__init__(*args)
-        self.dtype, self.classes, self.teacher, self.sequence = self.pick(DTYPES), self.pick(classes), [], None
+        self.dtype, self.classes = self.pick(DTYPES, "dtype"), self.pick(classes, "classes")
+        self.teacher, self.sequence = [], None
         self.draft_of = None  # the number of the teacher's classes, of which the student has ``classes``
-        self.shape = self.pick([(), (0,), (1,), (7,), (33,), (2, 3), (2, 0), (2, 3, 2)])
+        self.shape = self.pick([(), (0,), (1,), (7,), (33,), (2, 3), (2, 0), (2, 3, 2)], "shape")
         self.ignored = self.pick((-100, -1, self.classes + 9))
         self.begin(judge)
 
@@ -28,22 +29,22 @@ class Heads(Program):
 
     def numbers(self, schema, **others):
         for name, (_, *choices) in (drawn(schema) | others).items():
-            if name in self.parameters and self.maybe(0.4):
-                self.options[name] = self.pick(choices)
+            if name in self.parameters:
+                self.option(name, 0.4, choices)
 
     def padded(self):
         """How many columns the student's logits have, and the teacher's."""
-        padding = (self.pick((0, 3, 5)), self.pick((0, 1, 8))) if self.ranks == 1 and self.maybe(0.3) else (0, 0)
+        padding = self.ranks == 1 and self.maybe(0.3, "padding")
+        padding = (self.pick((0, 3, 5)), self.pick((0, 1, 8))) if padding else (0, 0)
         if any(padding) or (self.ranks == 1 and self.maybe(0.1)):
             self.options["num_classes"] = self.classes
         return [self.classes + number for number in padding]
 
     def reduced(self, *kinds):
-        if self.maybe(0.8):
-            self.options["reduction"] = self.pick(kinds)
-        if self.options.get("reduction") == "sum" and self.maybe():
-            self.options["divisor"] = self.pick((3.0, -2.0))
-        if "token_weight" in self.parameters and self.maybe(0.3):
+        self.option("reduction", 0.8, kinds)
+        if self.options.get("reduction") == "sum":
+            self.option("divisor", 0.5, (3.0, -2.0))
+        if "token_weight" in self.parameters and self.maybe(0.3, "token_weight"):
             self.say(f"token_weight = torch.rand({self.shape}).to({self.device!r}) + 0.25")
             self.more.append("token_weight=token_weight")
 
@@ -60,8 +61,8 @@ class Heads(Program):
             ("logits_dtype", 0.3, (torch.float32,)),
             ("accumulate_dtype", 0.3, (torch.float32,)),
         ):
-            if name in self.parameters and name not in refused and self.maybe(share):
-                self.options[name] = self.pick(choices)
+            if name in self.parameters and name not in refused:
+                self.option(name, share, choices)
 
     def indices(self, name, share=lambda: 0.3, places=()):
         """Classes of each row; ``share``: of a row's places that are ignored."""
@@ -86,9 +87,9 @@ class Heads(Program):
 
         if not self.linear:
             return [tensor(name, *self.shape, classes, scale=3.0)]
-        features, side = self.pick(features), "teacher_" if name == "teacher" else ""
+        features, side = self.pick(features, "features"), "teacher_" if name == "teacher" else ""
         names = [tensor(name, *self.shape, features), tensor(f"{side}head", classes, features, scale=features**-0.5)]
-        if self.maybe():
+        if self.maybe(name="bias"):
             names.append(tensor(f"{side}bias", classes))
             whole = f"{side or 'linear_'}bias={side}bias"
             self.more.append(f"{side}bias_shard=my_{side}bias" if self.ranks > 1 else whole)

@@ -64,19 +64,30 @@ def parameters_of(name):
 
 
 class Program:
-    """A draw in the making: its ``lines``, and of its call ``options``, by name, and texts of other keywords."""
+    """A draw in the making: its ``lines``, and of its call ``options``, by name, and texts of other keywords.
 
-    def __init__(self, random, seed, device, name, backend, ranks):
+    ``fixed`` holds what is not drawn, by the name that ``pick``, ``maybe`` and ``option`` are given.
+    """
+
+    def __init__(self, random, seed, device, name, backend, ranks, fixed):
         self.random, self.seed, self.device, self.backend, self.ranks = random, seed, device, backend, ranks
+        self.fixed, self.left = fixed, {*fixed}
         self.name, self.parameters, self.linear = name, parameters_of(name), "linear" in name.lower()
         self.path = f"xent_ops.distributed.{name}" if ranks > 1 else f"xent_ops.{name}"
         self.options, self.more, self.lines = {}, [], []
 
-    def pick(self, choices):
-        return self.random.choice(choices)
+    def pick(self, choices, name=None):
+        self.left.discard(name)
+        return self.fixed[name] if name in self.fixed else self.random.choice(choices)
 
-    def maybe(self, share=0.5):
-        return self.random.random() < share
+    def maybe(self, share=0.5, name=None):
+        self.left.discard(name)
+        return self.fixed[name] if name in self.fixed else self.random.random() < share
+
+    def option(self, name, share, choices):
+        """In a share of the draws, and in all where it is fixed."""
+        if name in self.fixed or self.maybe(share):
+            self.options[name] = self.pick(choices, name)
 
     def say(self, *lines):
         self.lines += lines
@@ -96,6 +107,7 @@ class Program:
         return [*(f"{name}={value!r}" for name, value in self.options.items()), *self.more]
 
     def drawn(self):
+        assert not self.left, f"{self.name} has no {self.left} to fix here"
         keywords = frozenset(text.split("=")[0] for text in self.texts)
         return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", keywords, self.ranks, self.device)
 

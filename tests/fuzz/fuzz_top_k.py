@@ -3,7 +3,7 @@
 import math
 
 import torch
-from fuzz_compare import assert_grads, assert_loss, exact_logits, products, row_factors, unit_of
+from fuzz_compare import assert_grads, assert_loss, exact_logits, far, row_factors, spread, unit_of
 from fuzz_heads import Heads
 from fuzz_program import DTYPES
 
@@ -16,13 +16,12 @@ OVER_RANKS = "vocab_parallel_linear_top_k_distillation_loss"
 def draw(*args):
     draw = Heads(*args, judge="fuzz_top_k")
     draw.split_rows()
-    places = (draw.pick((1, 2, 5, 16)),)
+    places = (draw.pick((1, 2, 5, 16), "K"),)
     draw.numbers("linear_cross_entropy")
     draw.indices("ids", lambda: draw.pick((0.0, 0.0, 0.3, 1.0)), places)
     sizes, dtype = (*draw.shape, *places), draw.pick(DTYPES[:3])
     draw.say(f"probs = (torch.randn({sizes}).softmax(-1) * 0.9).to({dtype}).to({draw.device!r})")
-    if draw.maybe():
-        draw.options["tail"] = True
+    draw.option("tail", 0.5, (True,))
     draw.reduced("mean", "sum", *(["none"] if draw.ranks == 1 else []))
     draw.chunked()
     draw.student = draw.logits("student", draw.dtype, draw.classes)
@@ -51,13 +50,13 @@ def expect(
         terms.append(torch.where(whole, 0.0, -rest * (left - lse)))
     values = sum(term.sum(-1) for term in terms)
     unit = unit_of(own, linear)
-    far = (4 if unit > 1e-4 else 64) * unit * (4 + (z.detach().abs().max().item() if z.numel() else 0.0))
-    assert_loss(loss, values, far * (1 + sum(term.detach().abs().sum(-1) for term in terms)), factor, reduction)
+    off = far(unit) * (4 + (z.detach().abs().max().item() if z.numel() else 0.0))
+    assert_loss(loss, own, values, off * (1 + sum(term.detach().abs().sum(-1) for term in terms)), factor, reduction)
     of_rows = factor * upstream[0].double().cpu()
     wanted = torch.autograd.grad((values * of_rows).sum(), exact, allow_unused=True, materialize_grads=True)
     # Magnitudes of the gradient of the logits, m q + p, and what products make of them.
     slope = (1 + 2 * lse_square_scale * lse.detach().abs()) * z.detach().softmax(-1) + dense
     scale = slope * of_rows.abs().unsqueeze(-1) * abs(logit_scale)
-    bounds = [(far + eps(own)) * part for part in products(scale, student, magnitudes=True)]
+    bounds = [(off + eps(own)) * part for part in spread(scale, student)]
     tiny = torch.finfo(own).tiny * (1 + z.numel() ** 0.5)
     assert_grads(grads, wanted, bounds, shard, part, largest=True, tiny=tiny)

@@ -1,14 +1,9 @@
-"""Linear cross entropy against the float64 oracle: values and gradients of every option, format, shape and stride."""
-
-import itertools
+"""Linear cross entropy against the float64 oracle: every kernel, float16 scales, divisors, many rows. Options: tests/fuzz."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.covering import covering
 from helpers.heads import random_head
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import xent_ops
 from xent_ops.head.packing import ComputedRows
@@ -17,13 +12,7 @@ from xent_ops.kernels.options import Chunking
 from xent_ops.testing import assert_linear, linear_oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-OPTIONS = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.125},
-    "z-loss": {"lse_square_scale": 0.125},
-    "softcap": {"softcap": 2.0, "logit_scale": 1.5},
-    "all": {"label_smoothing": 0.25, "softcap": 4.0, "logit_scale": -0.75, "lse_square_scale": 0.0625},
-}
+FULL = {"label_smoothing": 0.25, "softcap": 4.0, "logit_scale": -0.75, "lse_square_scale": 0.0625}
 
 
 def problem(rows, features, classes, dtype, device="cpu", seed=0):
@@ -68,26 +57,12 @@ def test_no_product_depends_on_what_memory_held(device):
         assert device != "cpu" or (logits.as_strided((rows, 5), (pitch, 1), 131) == 0).all()
 
 
-# float64 is added up in float64.
-SUMS = [*((dtype, None) for dtype in DTYPES), *((dtype, torch.float32) for dtype in DTYPES[:3])]
-
-
-@pytest.mark.parametrize("kind, name, reduction", covering(SUMS, OPTIONS, ["mean", "sum", "none"]), ids=str)
-def test_values_and_gradients(device, kind, name, reduction):
-    """Seven chunks of a bit more than 40 rows, an odd number of classes; the first backward and a later one."""
-    dtype, sums = kind
-    x, head, target, bias, weight = problem(290, 33, 131, dtype, device)
-    options = {"reduction": reduction, "chunk_rows": 48, "accumulate_dtype": sums, **OPTIONS[name]}
-    check(x, head, target, bias, weight, twice=True, **options)
-    check(x, head, target, **options)
-
-
 @pytest.mark.interpreter
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_kernel(device, dtype, reduction):
     """Rows of a chunk that end at odd places, in each device's kernels."""
-    check(*problem(10, 8, 37, dtype, device), reduction=reduction, chunk_rows=4, **OPTIONS["all"])
+    check(*problem(10, 8, 37, dtype, device), reduction=reduction, chunk_rows=4, twice=True, **FULL)
 
 
 def test_the_budget_tells_one_rounding_from_one_a_chunk():
@@ -220,57 +195,10 @@ def test_divisors_that_are_no_numbers_of_rows(device, dtype):
 # Shapes and strides
 
 
-@pytest.mark.parametrize(
-    "shape", [(0, 5, 9), (1, 5, 9), (6, 5, 1), (6, 0, 9), (6, 1, 1), (0, 0, 1), (6, 7, 13), (129, 3, 2)], ids=str
-)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_odd_sizes(device, shape, reduction):
-    x, head, target, bias, weight = problem(*shape, torch.float64, device)
-    for options in ({}, OPTIONS["all"]):
-        check(x, head, target, bias, weight, reduction=reduction, chunk_rows=4, **options)
-    if shape[0] > 1:
-        check(x, head, torch.full_like(target, -100), bias, weight, reduction=reduction, **OPTIONS["z-loss"])
-
-
 def test_more_rows_than_65536(device):
     x, head, target, bias, weight = problem(70001, 4, 5, torch.float32, device)
     check(x, head, target, bias, weight)
     check(x, head, target, bias, weight, chunk_rows=70001, reduction="none")
-
-
-@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (2, 0, 5), (2, 1, 3, 5)], ids=str)
-def test_leading_dimensions(device, shape):
-    x, head, target, bias, weight = problem(6, 5, 9, torch.float64, device)
-    x = torch.randn(shape, dtype=torch.float64, device=device).movedim(0, -2 if len(shape) > 1 else 0)
-    target = torch.randint(0, 9, x.shape[:-1], device=device)
-    for reduction in ("mean", "sum", "none"):
-        check(x, head, target, bias, weight, reduction=reduction, chunk_rows=2, **OPTIONS["all"])
-    out = xent_ops.linear_cross_entropy_outputs(x, head, target)
-    assert out.lse.shape == out.predictions.shape == target.shape
-    assert xent_ops.linear_token_log_probs(x, head, target).entropy.shape == target.shape
-
-
-def test_any_strides(device):
-    """Transposed, with gaps, expanded, overlapping; the gradients are contiguous."""
-    storage = torch.randn(240, dtype=torch.float64, device=device)
-    inputs = [
-        storage[:60].view(5, 12).t(),
-        storage.view(24, 10)[::2, ::2],
-        storage[:5].expand(12, 5),
-        storage[:12].unsqueeze(1).expand(12, 5),
-        storage.as_strided((12, 5), (3, 1)),
-    ]
-    heads = [
-        storage[:45].view(5, 9).t(),
-        storage[:90].view(9, 10)[:, ::2],
-        storage[7:12].expand(9, 5),
-        storage.as_strided((9, 5), (2, 1)),
-        storage[:45].view(9, 5).flip(0),
-    ]
-    target = torch.tensor([0, 8, 3, -100, 5, 5, 1, 2, 4, 6, 7, -100, 0, 0], device=device)
-    for (x, head), reduction in itertools.product(itertools.product(inputs, heads), ("mean", "none")):
-        check(x, head, target[:12], head[:, 0], head[:, 1].exp(), reduction=reduction, chunk_rows=5)
-    check(inputs[0], heads[0], target.repeat_interleave(2)[::2][:12], chunk_rows=5)
 
 
 def test_inputs_that_share_memory(device):
@@ -281,41 +209,6 @@ def test_inputs_that_share_memory(device):
         wanted = F.cross_entropy(F.linear(w, w, w[0]), target, reduction=reduction).sum()
         torch.testing.assert_close(mine, wanted)
         torch.testing.assert_close(*(torch.autograd.grad(loss, w)[0] for loss in (mine, wanted)))
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(st.data())
-def test_property_random_problems(data):
-    """All of it at random, in float64 tightly and in a narrower format within its budget."""
-    rows, features, classes = (data.draw(st.integers(low, high)) for low, high in ((1, 20), (1, 9), (1, 40)))
-    seed = data.draw(st.integers(0, 10**6))
-    options = {
-        "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
-        "ignore_index": data.draw(st.sampled_from([-100, 0, -1, 255])),
-        "label_smoothing": data.draw(st.sampled_from([0.0, 0.125, 1.0])),
-        "softcap": data.draw(st.sampled_from([None, 0.25, 2.0, 1e4])),
-        "logit_scale": data.draw(st.sampled_from([1.0, -3.0, 0.5])),
-        "lse_square_scale": data.draw(st.sampled_from([0.0, 0.125, 1.0])),
-        "chunk_rows": data.draw(st.sampled_from([None, 1, 3, 7, 100])),
-    }
-    biased, weighted, transposed, index = (data.draw(st.booleans()) for _ in range(4))
-    for dtype in (torch.float64, data.draw(st.sampled_from(DTYPES[:3]))):
-        x, head, target, bias, weight = problem(rows, features, classes, dtype, seed=seed)
-        target = torch.where(target == -100, options["ignore_index"], target)
-        if index:
-            target = target.to(torch.int32)
-        if transposed:
-            x, head = x.t().contiguous().t(), head.t().contiguous().t()
-        if dtype != torch.float64:
-            options["accumulate_dtype"] = data.draw(st.sampled_from([None, torch.float32]))
-        divisor = data.draw(st.sampled_from([None, 3.0, 1e4])) if options["reduction"] == "sum" else None
-        check(
-            x,
-            head,
-            target,
-            bias if biased else None,
-            weight if weighted else None,
-            divisor=divisor,
-            twice=True,
-            **options,
-        )
+    storage = torch.randn(60, dtype=torch.float64, device=device)
+    overlapping, target = storage.as_strided((12, 5), (3, 1)), torch.arange(12, device=device) % 9
+    check(overlapping, storage.as_strided((9, 5), (2, 1)), target, storage[:9], storage[:9].exp(), chunk_rows=5)
