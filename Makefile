@@ -20,8 +20,8 @@ BUDGET = 14
 export PYTHON TORCH TORCH_INDEX_URL XENT_OPS_BUILD_CPP
 
 # What `make test-quick` runs. It leaves out whatever compiles, starts processes or needs a GPU: 90 s on 2 cores.
-QUICK = tests/operators tests/eager tests/fuzz/test_fixed_draws.py tests/compile/test_graph_snapshots.py --ignore=tests/operators/test_offline_compile.py \
-	--ignore=tests/operators/test_with_grad_shared.py -k "not opcheck"
+QUICK = tests/operators tests/eager tests/fuzz/test_fixed_draws.py tests/compile/test_graph_snapshots.py \
+	--ignore=tests/operators/test_offline_compile.py --ignore=tests/operators/test_with_grad_shared.py -k "not opcheck"
 QUICK_INTERPRETED = tests/eager/test_launch_cache.py tests/operators/test_values.py -k "launch_cache or combination or divisor or target"
 
 .PHONY: help env demo test test-quick test-full test-ascend test-integrations sanitize-gpu lint format release clean
