@@ -12,15 +12,16 @@ tiny = pytest.importorskip("tiny", reason="transformers is not installed")
 from xent_ops.integrations.transformers import remove_xent, use_xent  # noqa: E402
 
 
-def test_another_length_does_not_recompile():
+def test_other_lengths_and_counts_do_not_recompile():
     """Dynamo takes the shape of a tensor that it reaches through an nn.Linear as a constant: labels come another way."""
     model = tiny.make()
     use_xent(model)
     call = torch.compile(model, backend="eager", fullgraph=True)
     for tokens in (9, 7, 5):
-        ids, labels = (values[:, :tokens] for values in tiny.batch())
+        ids, labels = (values[:, :tokens].contiguous() for values in tiny.batch())
         with torch._dynamo.config.patch(error_on_recompile=tokens == 5):
-            call(input_ids=ids.contiguous(), labels=labels.contiguous())
+            loss = call(input_ids=ids, labels=labels, num_items_in_batch=2 * tokens).loss
+        torch.testing.assert_close(loss, model(input_ids=ids, labels=labels, num_items_in_batch=2 * tokens).loss)
 
 
 @pytest.mark.parametrize("where", ["before the head", "in the loss"])
@@ -94,6 +95,17 @@ def test_the_default_device_is_not_the_models():
     model.lm_head.__class__ = Float32Product
     with torch.device("meta"):
         assert use_xent(model).logits_dtype is torch.float32
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict):
+    """Without strict, weights are fake tensors while it traces."""
+    model, (ids, labels) = tiny.make(use_cache=False), tiny.batch()
+    use_xent(model)
+    with torch.no_grad():
+        program = torch.export.export(model, (), {"input_ids": ids, "labels": labels}, strict=strict).module()
+        loss = program(input_ids=ids, labels=labels).loss
+    torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss.detach())
 
 
 def test_a_model_without_values():

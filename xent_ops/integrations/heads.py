@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import transforms
 from ..ops.checks import FLOATS
 from ..ops.message_values import repr_for_message
 
@@ -195,7 +196,7 @@ def _check_linear(head: Any, upcast: bool = False) -> None:
         )
     _refuse_replaced_forward(head)
     weight = head.weight
-    if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in FLOATS:
+    if type(weight) not in (Tensor, nn.Parameter, transforms.FakeTensor) or weight.dtype not in FLOATS:
         raise TypeError(
             f"the head's weight is a {type(weight).__name__} of {weight.dtype}; expected a plain tensor of one of "
             f"{', '.join(map(str, FLOATS))}: heads that are quantised, or split over ranks, cannot be taken"

@@ -98,7 +98,7 @@ def use_xent(
         TypeError: another kind of model; a head that is not nn.Linear, is quantised or has DoRA; with ZeRO-3 or FSDP1
             also a head with adapters.
         ValueError: the model has its own loss, calls its head more than once, reads its logits beside the loss, or
-            changes them in another way than by a softcap or a scale.
+            changes them in another way than by a softcap or a scale; it is on the meta device.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
         RuntimeError: use_xent is on already. Later, from a call of the model: in training without labels (for example
             by a Trainer with ``label_smoothing_factor`` or ``compute_loss_func``), through DataParallel, or after the
@@ -185,6 +185,8 @@ class _Call:
         self.labels = labels
         self.shift_labels: Tensor | None = kwargs.get("shift_labels")
         self.num_items_in_batch: Tensor | int | None = kwargs.get("num_items_in_batch")
+        if isinstance(self.num_items_in_batch, int) and torch.compiler.is_compiling():
+            self.num_items_in_batch = torch.tensor(self.num_items_in_batch, device=labels.device)
         self.ignore_index: int = kwargs.get("ignore_index", -100)
         self.hidden: Tensor | None = None
         self.loss: Tensor | None = None
@@ -196,7 +198,7 @@ class _Running(threading.local):
     """The calls that run in this thread, by their model's hooks.
 
     A global: of a tensor that Dynamo finds through a hook of an nn.Linear, it takes the shape as a constant, and each
-    length would be another graph.
+    length would be another graph. A number in a global is a constant to it too, so a call holds tensors.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ keep_graph = private(
     lambda: True,
     "gradients that the forward has made are copied in the backward",
 )
-_FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", (), "values of fake tensors are read")
+FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", (), "values of fake tensors are read")
 if not hasattr(forward_ad, "_current_level"):
     left_out("torch.autograd.forward_ad._current_level", "a microsecond a call", "it is not there")
 
@@ -74,7 +74,7 @@ def any_tracer() -> bool:
 
 def can_read(*tensors: Tensor) -> bool:
     """Can Python read the values of these tensors: on a CPU, where it waits for nothing, of no tracer, and not fake?"""
-    on_cpu = all(x.device.type == "cpu" and not isinstance(x, _FakeTensor) for x in tensors)
+    on_cpu = all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in tensors)
     return on_cpu and not any_tracer()
 
 
