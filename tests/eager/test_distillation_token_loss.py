@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers.dispatch_log import operators_of
 from helpers.divergence_oracle import divergences
+from helpers.heads import random_head
 
 import xent_ops
 
@@ -27,14 +28,10 @@ def all_fields(d):
 
 def problem(device, dtype=torch.float32, classes=None, shape=(N,)):
     """(student's leaves, teacher, classes, target)."""
-    g = torch.Generator().manual_seed(0)
-    student = [torch.randn(*size, generator=g) for size in ((*shape, H), (V, H), (V,))]
-    width = T if classes else V
-    teacher = [torch.randn(*size, generator=g).to(dtype).to(device) for size in ((*shape, G), (width, G), (width,))]
-    target = torch.randint(V, shape, generator=g)
-    target.view(-1)[1::3] = -100
-    ids = torch.randperm(T, generator=g)[:V].to(device) if classes else None
-    return [t.to(dtype).to(device).requires_grad_() for t in student], teacher, ids, target.to(device)
+    *student, target = random_head(device, dtype, shape, V, H, ignored=slice(1, None, 3))
+    teacher = random_head(device, dtype, shape, T if classes else V, G, seed=1, requires_grad=False)[:3]
+    ids = torch.randperm(T, generator=torch.Generator().manual_seed(0))[:V].to(device) if classes else None
+    return student, teacher, ids, target
 
 
 def call(student, teacher, fn, **options):
