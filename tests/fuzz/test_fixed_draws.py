@@ -1,10 +1,8 @@
 """Values and gradients of public functions against float64: draws of which a table fixes some arguments.
 
-A row is (functions, arguments by the name that the draw gives them). Of each function it has two draws, one of them in
+A row is (functions, arguments by the name that the draw gives them). A test is a row of a function: two draws, one in
 float64. What the row does not fix is drawn from its number.
 """
-
-import itertools
 
 import pytest
 import torch
@@ -102,27 +100,20 @@ TABLE = [
 ]  # fmt: skip
 
 
-def cases():
-    """(function, what is fixed) of all draws."""
-    others = itertools.cycle(DTYPES[:3])
-    for functions, rows in TABLE:
-        for name, row, base in itertools.product(functions.split(), rows, SHAPES):
-            features = {"features": 8} if "linear" in name.lower() else {}
-            yield name, {"dtype": next(others), **base, **features, **row}
+PAIRS = [(name, row) for names, rows in TABLE for name in names.split() for row in rows]
+CASES = [(number, *pair) for number, pair in enumerate(PAIRS)]
 
 
-CASES = list(enumerate(cases()))
-CROSS_ENTROPY = [(number, case) for number, case in CASES if case[0] == "cross_entropy"]
+@pytest.mark.parametrize("number, name, row", CASES, ids=str)
+def test_values_and_gradients(device, number, name, row):
+    for seed, sizes in enumerate(SHAPES, 2 * number):
+        features = {"features": 8} if "linear" in name.lower() else {}
+        fixed = {"dtype": DTYPES[seed % 3], **sizes, **features, **row}
+        failure = failure_of(draw(seed, device=device, names=(name,), fixed=fixed))
+        assert failure is None, failure
 
 
-@pytest.mark.parametrize("number, case", CASES, ids=str)
-def test_values_and_gradients(device, number, case):
-    name, fixed = case
-    failure = failure_of(draw(number, device=device, names=(name,), fixed=fixed))
-    assert failure is None, failure
-
-
-@pytest.mark.parametrize("number, case", CROSS_ENTROPY, ids=str)
-def test_the_composite_operator_that_tracers_see(device, monkeypatch, number, case):
+@pytest.mark.parametrize("number, name, row", [case for case in CASES if case[1] == "cross_entropy"], ids=str)
+def test_the_composite_operator_that_tracers_see(device, monkeypatch, number, name, row):
     monkeypatch.setattr(transforms, "is_traced", lambda: True)
-    test_values_and_gradients(device, number, case)
+    test_values_and_gradients(device, number, name, row)
