@@ -11,17 +11,16 @@ from triton import next_power_of_2
 
 from .. import reference_top_k
 from ..options import DEFAULTS, RowOptions
-from ..rows import dense_rows, optional_like
+from ..rows import optional_like
 from ..sizes import size_hint
 from .cached import Launch
-from .common import Run, Strides, launcher, new_tensor, row_layout
-from .top_k import block_keys_kernel, choose_kernel, order_kernel
+from .common import Run, launcher, new_tensor, row_layout
+from .top_k import block_keys_kernel, choose_kernel
 
 # Columns of a tile, 8 a thread. 20 classes and the rank of 4096 x 128256 bfloat16 take .60 ms, with 2048 .68 (H100).
 _WIDTH = 1024
 _MOST_CANDIDATES = 16384  # of one program
 _MOST_ORDERED = 1024
-_PAIRS = 4096  # pairs of columns that are compared at a time: 16 registers a thread
 # The highest bits of a key without the sign. Those of a 16-bit logit end in zeros.
 _STEPS = {torch.bfloat16: 15, torch.float16: 18, torch.float32: 31}
 
@@ -43,22 +42,14 @@ def top_k(
     by_kernels = 0 < k <= _MOST_ORDERED and max(blocks, k * block) <= _MOST_CANDIDATES
     new_ids = new_tensor((*logits.shape[:-1], k), torch.int64, logits.device)
     new_rank = new_tensor((0,) if target is None else logits.shape[:-1], torch.int64, logits.device)
-    new_keys, new_chosen = (new_tensor((number, size), torch.int32, logits.device) for size in (blocks, k))
+    new_keys = new_tensor((number, blocks), torch.int32, logits.device)
     flags = {"WITH_RANK": target is not None, "OWN": target_logit is not None, "WIDTH": _WIDTH, "BLOCK": block}
-    numbers = (classes, blocks, *strides, options.ignore_index)
+    numbers = (classes, *strides, options.ignore_index)
     launch_keys = Launch(block_keys_kernel, number, *numbers, **order, **flags, num_warps=4, num_stages=3)
-
-    def choose(columns: int, candidates: int, strides: Strides, block: int) -> Launch:
-        size = next_power_of_2(candidates)
-        tiling = {"BLOCK": block, "SIZE": size, "num_warps": min(max(size // 512, 1), 16), "num_stages": 1}
-        numbers = (columns, candidates, k, *strides)
-        return Launch(choose_kernel, number, *numbers, **order, **tiling, STEPS=_STEPS[logits.dtype])
-
     if by_kernels:
-        choose_blocks = choose(blocks, blocks, dense_rows((0, blocks)), 0)
-        choose_ids, size = choose(classes, k * block, strides, block), next_power_of_2(k)
-        tiling = {"SIZE": size, "STEP": max(min(_PAIRS // size, size), 1), "num_warps": 8 if size >= 64 else 1}
-        launch_order = Launch(order_kernel, number, k, *strides, **order, **tiling, num_stages=1)
+        sizes = {"BLOCKS": next_power_of_2(blocks), "SIZE": next_power_of_2(k * block), "WIDTH": next_power_of_2(k)}
+        tiling = {**sizes, "BLOCK": block, "num_warps": min(max(*sizes.values(), 512) // 512, 16), "num_stages": 1}
+        choose = Launch(choose_kernel, number, classes, k, *strides, **order, **tiling, STEPS=_STEPS[logits.dtype])
     as_target, as_own = optional_like(target), optional_like(target_logit)
 
     def run(logits: Tensor, k: int, target: Tensor | None = None, own: Tensor | None = None) -> Any:
@@ -67,10 +58,8 @@ def top_k(
             launch_keys(rows, as_target(target, keys), as_own(own, rows), keys, rank)
         if not by_kernels:
             return reference_top_k.top_k(logits, k, options=options)[0], rank
-        best, chosen, ids = new_chosen(), new_chosen(), new_ids()
-        choose_blocks(keys, keys, best)
-        choose_ids(rows, best, chosen)
-        launch_order(rows, chosen, ids)
+        ids = new_ids()
+        choose(rows, keys, ids)
         return ids, rank
 
     return run

@@ -55,10 +55,9 @@ def block_keys_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
     own_ptr,  # (N,): the target's logit, if OWN
-    keys_ptr,  # (N, n_blocks), int32
+    keys_ptr,  # (N, number of blocks), int32
     rank_ptr,  # (N,), int64
     n_cols,
-    n_blocks,
     n_inner,
     stride_outer,
     stride_inner,
@@ -72,7 +71,7 @@ def block_keys_kernel(
     """One program a row: the largest key of each block of classes, and the rank of the target, in one read."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
-    keys_ptr += tl.cast(row, tl.int64) * n_blocks
+    keys_ptr += tl.cast(row, tl.int64) * tl.cdiv(n_cols, BLOCK)
     target = tl.cast(0, tl.int64)
     own = tl.cast(0, tl.int32)
     if WITH_RANK:
@@ -96,36 +95,9 @@ def block_keys_kernel(
         tl.store(rank_ptr + row, tl.where(valid, tl.sum(tl.sum(before, axis=1), axis=0), -1).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["n_inner"])
-def choose_kernel(
-    values_ptr,  # (outer, inner, n_cols), rows of any stride: logits, or keys
-    blocks_ptr,  # (N, k) int32, ascending: blocks of columns to choose from, if BLOCK is not 0
-    chosen_ptr,  # (N, k) int32
-    n_cols,
-    n_candidates,
-    k,
-    n_inner,
-    stride_outer,
-    stride_inner,
-    INCREASING: tl.constexpr,
-    BLOCK: tl.constexpr,  # 0: all columns are candidates
-    SIZE: tl.constexpr,  # n_candidates or more, a power of two up to 2^14
-    STEPS: tl.constexpr,  # the highest bits of a key without the sign; the others are 0
-):
-    """One program a row: the columns with the k largest keys, of equal ones the smaller columns, ascending."""
-    row = tl.program_id(0)
-    row_ptr = values_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
-    first_output = tl.cast(row, tl.int64) * k
-    column = tl.arange(0, SIZE)
-    exists = column < n_candidates
-    if BLOCK:
-        block = tl.load(blocks_ptr + first_output + column // BLOCK, mask=exists, other=0)
-        column = block * BLOCK + column % BLOCK
-        exists &= column < n_cols
-    key = tl.load(row_ptr + column, mask=exists, other=0)
-    if key.dtype.is_floating():
-        key = _key(key, INCREASING)
-    key = tl.where(exists, key, LOWEST)
+@triton.jit
+def _store_largest(key, column, k, chosen_ptr, STEPS: tl.constexpr):
+    """Store the columns of the k largest keys, of equal ones the smaller columns, ascending."""
     # The largest number that at least k keys reach, bit by bit: the k-th largest key.
     threshold = tl.where(tl.sum((key >= 0).to(tl.int32), axis=0) >= k, 0, LOWEST)
     step = tl.cast(1 << 30, tl.int32)
@@ -140,34 +112,46 @@ def choose_kernel(
     equal_so_far = sums >> 16
     place = (sums & 0xFFFF) + tl.minimum(equal_so_far, left) - 1
     chosen = (greater == 1) | ((equal == 1) & (equal_so_far <= left))
-    tl.store(chosen_ptr + first_output + place, column, mask=chosen)
+    tl.debug_barrier()  # every thread has read what stood there; then it may read what others store
+    tl.store(chosen_ptr + place, column, mask=chosen)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["n_inner"])
-def order_kernel(
+def choose_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
-    chosen_ptr,  # (N, k) int32, ascending
+    keys_ptr,  # (N, number of blocks) int32
     ids_ptr,  # (N, k) int64
+    n_cols,
     k,
     n_inner,
     stride_outer,
     stride_inner,
     INCREASING: tl.constexpr,
-    SIZE: tl.constexpr,  # k, rounded up to a power of two
-    STEP: tl.constexpr,  # columns that are compared with all others at a time
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # the number of blocks, rounded up to a power of two, as the next two; up to 2^14
+    SIZE: tl.constexpr,  # k * BLOCK
+    WIDTH: tl.constexpr,  # k
+    STEPS: tl.constexpr,  # the highest bits of a key without the sign; the others are 0
 ):
-    """One program a row: the chosen columns, the largest key first. A place is the number of columns before it."""
+    """One program a row: its k blocks with the largest keys, the k largest columns of these, and their order."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
-    chosen_ptr += tl.cast(row, tl.int64) * k
-    index = tl.arange(0, SIZE)
+    ids_ptr += tl.cast(row, tl.int64) * k
+    chosen_ptr = tl.cast(ids_ptr, tl.pointer_type(tl.int32))  # in the same memory: blocks, then columns without order
+    n_blocks = tl.cdiv(n_cols, BLOCK)
+    block = tl.arange(0, BLOCKS)
+    key = tl.load(keys_ptr + tl.cast(row, tl.int64) * n_blocks + block, mask=block < n_blocks, other=LOWEST)
+    _store_largest(key, block, k, chosen_ptr, STEPS)
+    candidate = tl.arange(0, SIZE)
+    block = tl.load(chosen_ptr + candidate // BLOCK, mask=candidate < k * BLOCK, other=n_blocks)
+    column = block * BLOCK + candidate % BLOCK
+    exists = column < n_cols
+    key = tl.where(exists, _key(tl.load(row_ptr + column, mask=exists, other=0.0), INCREASING), LOWEST)
+    _store_largest(key, column, k, chosen_ptr, STEPS)
+    index = tl.arange(0, WIDTH)
     column = tl.load(chosen_ptr + index, mask=index < k, other=0)
-    key = _key(tl.load(row_ptr + column), INCREASING)[:, None]
-    before = tl.zeros([SIZE], tl.int32)
-    for start in tl.range(0, k, STEP):
-        other = start + tl.arange(0, STEP)
-        other_column = tl.load(chosen_ptr + other, mask=other < k, other=0)
-        other_key = tl.where(other < k, _key(tl.load(row_ptr + other_column), INCREASING), LOWEST)[None, :]
-        first = (other_key > key) | ((other_key == key) & (other[None, :] < index[:, None]))
-        before += tl.sum(first.to(tl.int32), axis=1)
-    tl.store(ids_ptr + tl.cast(row, tl.int64) * k + before, column.to(tl.int64), mask=index < k)
+    key = tl.where(index < k, _key(tl.load(row_ptr + column), INCREASING), LOWEST)
+    pair = tl.sort((key.to(tl.int64) << 32) - column, descending=True)  # the largest key, of equal ones the first
+    tl.debug_barrier()
+    tl.store(ids_ptr + index, -pair & 0xFFFFFFFF, mask=index < k)
