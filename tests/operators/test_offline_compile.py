@@ -22,9 +22,11 @@ from xent_ops.kernels.triton import (  # noqa: E402
     launch_backward,
     launch_divergences,
     launch_forward,
+    launch_ids,
     launch_reduce,
     launch_shard,
     launch_soft,
+    launch_top_k,
     launch_with_grad,
     with_grad_shared,
 )
@@ -42,10 +44,12 @@ KERNELS = {
         launch_backward,
         launch_divergences,
         launch_forward,
+        launch_ids,
         launch_with_grad,
         launch_reduce,
         launch_shard,
         launch_soft,
+        launch_top_k,
     )
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
@@ -88,6 +92,8 @@ def everything(dtype, vocabulary, full):
 
     for classes in (vocabulary, 256):  # 256: rows that fit in a tile
         launch("cross_entropy_forward", given(50, classes), {})
+    for k in (20, 256):
+        launch("top_k", (given(50, vocabulary)[0], k), {})
     few_rows = Problem((2,), vocabulary, (vocabulary, 4 * vocabulary), dtype=dtype)  # they are split
     for sample in of_launchers(few_rows, {**options, **square}, full):
         launch(*sample)
@@ -135,6 +141,8 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
     target = TARGETS[name]
     calls = record(monkeypatch, lambda: everything(*case))
     missing = KERNELS - {call[0] for call in calls}
+    if case[0] == torch.float64:  # plain torch
+        missing -= {launch_top_k.block_keys_kernel, launch_top_k.choose_kernel}
     if case[1] != 1024:  # short rows are not split
         assert not missing, "no call of everything() launches these"
     calls = list({specialised(*call): call for call in calls}.values())  # Triton compiles equal ones once
@@ -143,6 +151,12 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, name, case):
         # ptxas keeps this one to 64 or 128 registers, and a few numbers that no loop reads in memory.
         few = 16 if kernel is launch_divergences.divergences_kernel else 0
         assert found <= few, f"{kernel.__name__} spills {found} bytes on {name} with {flags}"
+
+
+def test_a_tile_holds_whole_blocks(monkeypatch):
+    """Blocks are the longest where one class of many is chosen."""
+    (_, _, constants), *_ = record(monkeypatch, lambda: launch("top_k", (torch.empty(1, 2**22), 1), {}))
+    assert constants["WIDTH"] % constants["BLOCK"] == 0
 
 
 @pytest.mark.parametrize(

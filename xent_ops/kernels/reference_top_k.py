@@ -20,7 +20,7 @@ from .options import DEFAULTS, RowOptions
 from .reference import gather_target
 
 _SORTED = 4096  # a row of so many numbers is sorted at once
-_LONGEST_BLOCK = 2048
+_LONGEST_BLOCK = 1024  # as a tile of block_keys_kernel
 _COLUMNS = 16384  # classes that are compared with the target's logit at a time
 
 

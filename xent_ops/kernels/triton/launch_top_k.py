@@ -47,9 +47,10 @@ def top_k(
     numbers = (classes, *strides, options.ignore_index)
     launch_keys = Launch(block_keys_kernel, number, *numbers, **order, **flags, num_warps=4, num_stages=3)
     if by_kernels:
-        sizes = {"BLOCKS": next_power_of_2(blocks), "SIZE": next_power_of_2(k * block), "WIDTH": next_power_of_2(k)}
-        tiling = {**sizes, "BLOCK": block, "num_warps": min(max(*sizes.values(), 512) // 512, 16), "num_stages": 1}
-        choose = Launch(choose_kernel, number, classes, k, *strides, **order, **tiling, STEPS=_STEPS[logits.dtype])
+        sizes = [next_power_of_2(size) for size in (blocks, k * block, k)]
+        tiling = {"BLOCK": block, **dict(zip(("BLOCKS", "SIZE", "WIDTH"), sizes, strict=True))}
+        tiling |= {"STEPS": _STEPS[logits.dtype], "num_warps": min(max(*sizes, 512) // 512, 16), "num_stages": 1}
+        choose = Launch(choose_kernel, number, classes, k, *strides, **order, **tiling)
     as_target, as_own = optional_like(target), optional_like(target_logit)
 
     def run(logits: Tensor, k: int, target: Tensor | None = None, own: Tensor | None = None) -> Any:

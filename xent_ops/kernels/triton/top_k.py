@@ -21,35 +21,6 @@ def _key(z, INCREASING: tl.constexpr):
     return tl.where(x == x, tl.where(bits < 0, -magnitude, magnitude), 0x7FFF0000)
 
 
-@triton.jit
-def _visit(
-    before,  # (WIDTH // BLOCK, BLOCK): how many columns of the tiles before this one are before the target
-    row_ptr,
-    keys_ptr,
-    start,
-    n_cols,
-    own,
-    target,
-    MASKED: tl.constexpr,
-    INCREASING: tl.constexpr,
-    WITH_RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    block = tl.arange(0, WIDTH // BLOCK)
-    columns = start + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if MASKED:
-        inside = columns < n_cols
-        key = tl.where(inside, _key(tl.load(row_ptr + columns, mask=inside, other=0.0), INCREASING), LOWEST)
-    else:
-        key = _key(tl.load(row_ptr + columns), INCREASING)
-    place = start // BLOCK + block
-    tl.store(keys_ptr + place, tl.max(key, axis=1), mask=place * BLOCK < n_cols)
-    if WITH_RANK:
-        before += ((key > own) | ((key == own) & (columns < target))).to(tl.int32)
-    return before
-
-
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["n_inner"])
 def block_keys_kernel(
     logits_ptr,  # (outer, inner, V), rows of any stride
@@ -81,16 +52,20 @@ def block_keys_kernel(
             own = _key(tl.load(own_ptr + row), INCREASING)
         else:
             own = _key(tl.load(row_ptr + target, mask=valid, other=0.0), INCREASING)
-    before = tl.zeros([WIDTH // BLOCK, BLOCK], tl.int32)
+    before = tl.zeros([WIDTH // BLOCK, BLOCK], tl.int32)  # columns that are before the target
     n_full = n_cols // WIDTH * WIDTH
-    for start in tl.range(0, n_full, WIDTH):
-        before = _visit(
-            before, row_ptr, keys_ptr, start, n_cols, own, target, False, INCREASING, WITH_RANK, WIDTH, BLOCK
-        )
-    if n_full < n_cols:
-        before = _visit(
-            before, row_ptr, keys_ptr, n_full, n_cols, own, target, True, INCREASING, WITH_RANK, WIDTH, BLOCK
-        )
+    for masked in tl.static_range(2):  # full tiles, and the last one
+        for start in tl.range(n_full if masked else 0, n_cols if masked else n_full, WIDTH):
+            block = start // BLOCK + tl.arange(0, WIDTH // BLOCK)
+            columns = start + tl.arange(0, WIDTH // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            if masked:
+                inside = columns < n_cols
+                key = tl.where(inside, _key(tl.load(row_ptr + columns, mask=inside, other=0.0), INCREASING), LOWEST)
+            else:
+                key = _key(tl.load(row_ptr + columns), INCREASING)
+            tl.store(keys_ptr + block, tl.max(key, axis=1), mask=block * BLOCK < n_cols)
+            if WITH_RANK:
+                before += ((key > own) | ((key == own) & (columns < target))).to(tl.int32)
     if WITH_RANK:
         tl.store(rank_ptr + row, tl.where(valid, tl.sum(tl.sum(before, axis=1), axis=0), -1).to(tl.int64))
 
@@ -112,9 +87,9 @@ def _store_largest(key, column, k, chosen_ptr, STEPS: tl.constexpr):
     equal_so_far = sums >> 16
     place = (sums & 0xFFFF) + tl.minimum(equal_so_far, left) - 1
     chosen = (greater == 1) | ((equal == 1) & (equal_so_far <= left))
-    tl.debug_barrier()  # every thread has read what stood there; then it may read what others store
+    tl.debug_barrier()  # all threads have read what this overwrites
     tl.store(chosen_ptr + place, column, mask=chosen)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads may read it
 
 
 @triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["n_inner"])
@@ -138,7 +113,7 @@ def choose_kernel(
     row = tl.program_id(0)
     row_ptr = logits_ptr + row_offset(row, n_inner, stride_outer, stride_inner)
     ids_ptr += tl.cast(row, tl.int64) * k
-    chosen_ptr = tl.cast(ids_ptr, tl.pointer_type(tl.int32))  # in the same memory: blocks, then columns without order
+    chosen_ptr = tl.cast(ids_ptr, tl.pointer_type(tl.int32))  # in the same memory: blocks, then columns
     n_blocks = tl.cdiv(n_cols, BLOCK)
     block = tl.arange(0, BLOCKS)
     key = tl.load(keys_ptr + tl.cast(row, tl.int64) * n_blocks + block, mask=block < n_blocks, other=LOWEST)
