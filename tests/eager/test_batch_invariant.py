@@ -83,6 +83,28 @@ def test_log_probs_of_a_head(device, kernels, form):
         torch.testing.assert_close(got, wanted, rtol=2e-2 if logits_dtype is None else 1e-3, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype, form", [(torch.float32, None), (torch.float64, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("hidden, classes, chunk_rows", [(33, 5, None), (130, 11, 13), (7, 40, None), (64, 1003, 6)])
+def test_small_heads_on_a_cpu(dtype, form, hidden, classes, chunk_rows):
+    """MKL has other kernels for few rows, classes or features, and where a row starts between multiples of 16 bytes."""
+    x, head, bias, target = problem("cpu", dtype, 60, classes, hidden)
+
+    def compute(x, target):
+        return log_probs(x, head, bias, target, chunk_rows=chunk_rows, logits_dtype=form)
+
+    def one_loss(x, target):  # its gradients are made in the forward
+        lse = lambda stats: stats.lse  # noqa: E731
+        options = {"linear_bias": bias, "chunk_rows": chunk_rows, "logits_dtype": form, "reduction": "sum"}
+        loss = xent_ops.linear_token_loss(x, head, target, lse, batch_invariant=True, **options)
+        return torch.autograd.grad(loss, x)[0].detach()
+
+    assert_own_bits(compute, len(x), (1, 20, len(x)), x, target)
+    everything = one_loss(x.requires_grad_(), target)
+    for few in (1, 20, len(x)):
+        some = torch.randperm(len(x))[:few]
+        assert torch.equal(one_loss(x.detach()[some].requires_grad_(), target[some]), everything[some])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden, classes", [(2048, 50257), (4096, 32000), (1024, 128256)])
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
@@ -372,5 +394,3 @@ def test_refused(device):
         xent_ops.token_log_probs(x, target % HIDDEN, batch_invariant=1)
     with pytest.raises(ValueError, match="grad_in_forward"):
         xent_ops.cross_entropy_outputs(x, target % HIDDEN, batch_invariant=True, grad_in_forward=True)
-    with pytest.raises(NotImplementedError, match="odd number of features"):
-        log_probs(*(tensor.double() for tensor in (x[:, 1:], head[:, 1:], bias)), target)

@@ -52,7 +52,6 @@ class Heads(Program):
         """How, which changes no number. In a compiled graph "check" is refused."""
         refused = {"check"} if self.backend is not None else set()
         refused |= set() if self.dtype in HALF else {"logits_dtype", "accumulate_dtype"}
-        refused |= {"batch_invariant"} if self.linear and self.dtype == "torch.float64" else set()
         for name, share, choices in (
             ("chunk_rows", 0.5, (1, 3, 16)),
             ("skip_ignored", 0.2, (True,)),

@@ -18,7 +18,16 @@ from .chunks import classes_of
 from .float16 import times
 from .ids import gradient
 from .packing import part_of
-from .products import InPlace, add_product, add_rows, counting_kernels, gradient_in, logits_of, zero_behind
+from .products import (
+    InPlace,
+    add_product,
+    add_rows,
+    counting_kernels,
+    gradient_in,
+    logits_of,
+    write_product,
+    zero_behind,
+)
 from .shard import pack_statistics, rank_statistics, statistics_by_lse
 
 _ops = torch.ops.xent
@@ -165,7 +174,7 @@ def input_gradient(
     can_count = count is not None and dtype is None
     kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if can_count else None
     if kernels is None:
-        return torch.mm(grad_logits, head)
+        return write_product(grad_logits, head, head.new_empty(shape))
     assert count is not None
     grad_input = logits.new_zeros(shape)
     kernels.grad_input(logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)

@@ -205,7 +205,7 @@ class Products(InPlace):
         del self.part  # the next product reuses its memory
         if self.mask[0]:
             if not isinstance(self.rows, PackedRows):
-                torch.mm(gradient, self.head, out=part_of(self.input, chunk))
+                write_product(gradient, self.head, part_of(self.input, chunk))
             elif self.kernels is None:
                 self.input.index_copy_(0, self.rows.order[chunk], torch.mm(gradient, self.head))
             else:
@@ -264,10 +264,28 @@ def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> 
             out_dtype["out_dtype"] = out.dtype
         else:
             input, head = input.to(out.dtype), head.to(out.dtype)
+    input = aligned_rows(input)
     if bias is None:
         torch.mm(input, head.transpose(0, 1), out=out, **out_dtype)
     else:
         torch.addmm(bias, input, head.transpose(0, 1), out=out, **out_dtype)
+
+
+def aligned_rows(rows: Tensor) -> Tensor:
+    """(n, H) of which each row starts at a multiple of 16 bytes, where MKL multiplies.
+
+    Else MKL's kernels for few classes or features, and all for float64, give a row bits that depend on its place.
+    """
+    columns = rows.shape[1]
+    if rows.device.type != "cpu" or rows.element_size() < 4 or columns * rows.element_size() % 16 == 0:
+        return rows
+    return torch.nn.functional.pad(rows, (0, -columns % 4))[:, :columns]
+
+
+def write_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """out = left @ right. See aligned_rows."""
+    memory = torch.mm(left, right, out=aligned_rows(out))
+    return out if memory is out else out.copy_(memory)
 
 
 def multiplies_into_float32(tensor: Tensor) -> bool:

@@ -69,7 +69,9 @@ def rows_of_one_shape(
     input: Tensor, classes: int, chunk_rows: int | None, logits_dtype: torch.dtype | None = None
 ) -> int:
     """The rows of every chunk, for any number of rows and any wanted gradients."""
-    return chunk_rows or _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
+    rows = chunk_rows or _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
+    # MKL's kernels for few rows, if these are no multiple of 4, give the last ones other bits.
+    return rows if input.device.type != "cpu" else -(-rows // 4) * 4
 
 
 def _least_rows(input: Tensor) -> int:

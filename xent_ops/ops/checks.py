@@ -297,17 +297,12 @@ def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> No
         raise RuntimeError(f"{what} is not to be had on this device: {reason}")
 
 
-def batch_invariant(products: str | None, input: Tensor) -> None:
+def batch_invariant(products: str | None) -> None:
     """Check ``batch_invariant=True`` of a head."""
     if products is not None:
         raise ValueError(
             f"batch_invariant=True takes 16-bit products, got products={products!r}: 8-bit numbers are "
             "scaled by the largest number of all rows"
-        )
-    if input.dtype == torch.float64 and input.shape[-1] % 2 == 1:
-        raise NotImplementedError(
-            f"batch_invariant=True takes no float64 with an odd number of features, here {input.shape[-1]}: the bits "
-            "that MKL's products give a row depend on its place"
         )
 
 

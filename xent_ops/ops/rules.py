@@ -73,7 +73,7 @@ def _products(call: Call) -> None:
 
 def _batch_invariant(call: Call) -> None:
     if hasattr(call, "linear_weight"):
-        checks.batch_invariant(call.products, call.input)
+        checks.batch_invariant(call.products)
 
 
 def chunking(call: Call) -> None:
