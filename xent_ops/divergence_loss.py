@@ -188,6 +188,8 @@ def distillation_token_loss(
     refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
     function = DivergenceFunction(fn, rows, target, has_target, dtype, (input,), spec)
     spec, with_tops = function.spec, function.with_tops
+    if dtype == torch.float64:  # the lse of all of the teacher's classes has the accumulator of its logits
+        teacher_input = teacher_input.to(dtype)
     given = teacher_rows(teacher_input, target, classes, with_tops, spec)
     values, statistics = differentiable(
         "divergences_forward", input, given.logits, target, given.lse, **spec.keywords()

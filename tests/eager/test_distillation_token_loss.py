@@ -40,6 +40,18 @@ def call(student, teacher, fn, **options):
     return xent_ops.linear_distillation_token_loss(x, w, y, u, fn, **bias, **options)
 
 
+def test_a_narrow_teacher_of_float64_logits(device):
+    """With classes the numbers are as exact as without."""
+    g = torch.Generator().manual_seed(1)
+    z, y = (3 * torch.randn(N, V, generator=g, dtype=torch.float64) for _ in range(2))
+    z, y = z.to(device).requires_grad_(), y.float().to(device)
+    fn, ids = (lambda d: d.overlap + d.kl * d.coverage), torch.arange(V, device=device)
+    losses = [xent_ops.distillation_token_loss(z, y, fn, classes=classes) for classes in (None, ids)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0.0)
+    grads = [torch.autograd.grad(loss, z)[0] for loss in losses]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-14)
+
+
 def test_the_teacher_renormalised_everywhere_needs_no_argument(device):
     """Its rows of these classes are a head; overlap alone has another meaning with ``classes``."""
     student, (y, u, c), ids, _ = problem(device, torch.float64, True)
