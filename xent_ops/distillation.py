@@ -51,7 +51,7 @@ def distillation_loss(
         teacher_input: logits of the teacher, with the same rows, of any of these dtypes. It is a constant: it must not
             require grad.
         target: (...), class indices, int64, int32 or uint8. It marks ignored rows, and is the target of hard_weight's
-            cross entropy. None: all rows count.
+            cross entropy. Without hard_weight it may be any number in the other rows. None: all rows count.
         beta: from 0 to 1.
         temperature: above 0.
         hard_weight: the factor of the cross entropy; 0 for none.

@@ -62,8 +62,8 @@ def linear_distillation_token_loss(
             and n rows of each of ``rows``; returns (n,), floating point. What it does not read costs nothing. The rest
             is as for ``linear_token_loss``.
         rows: tensors (the rows' shape, *), constants to autograd: weights, masks.
-        target: (...), class indices of the student. They mark ignored rows, and log_prob is theirs. None: all rows
-            count.
+        target: (...), class indices of the student. They mark ignored rows, and log_prob is theirs: if fn does not read
+            it, they may be any numbers in the other rows. None: all rows count.
         classes: (V,), different class indices of the teacher: those that the student has, in its order (a draft
             vocabulary). Then the teacher has any number of classes. kl, reverse_kl and jsd take the teacher
             renormalised to these classes, and overlap takes its probability among all. To renormalise it everywhere,
