@@ -165,6 +165,15 @@ def test_a_class_that_wraps_around_to_ignore_index(device):
     torch.testing.assert_close(joined(target.to(torch.uint8), skip_ignored=True), joined(target))
 
 
+def test_a_rank_without_classes_beside_one_row_of_several_ids(device):
+    """The row has no dimension of its own. Its packed statistics are those of a batch of one."""
+    row, head, ids = torch.randn(4).to(device), torch.randn(0, 4).to(device), torch.tensor([1, 6], device=device)
+    target = ids[0]
+    alone = torch.ops.xent.linear_cross_entropy_shard(row, head, target, 7, 7, ids=ids)
+    batch = torch.ops.xent.linear_cross_entropy_shard(row[None], head, target[None], 7, 7, ids=ids[None])
+    torch.testing.assert_close(alone, batch)
+
+
 def test_errors(device):
     """Beside those that follow from the contract."""
     input, head, _, _, target = problem(device)

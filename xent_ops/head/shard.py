@@ -60,7 +60,7 @@ def statistics(
 
     number = 0 if ids is None else ids.shape[-1]
     if columns == 0:
-        computed: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1), None if ids is None else ids.flatten(0, -2))
+        computed: Sequence[Tensor] = visit(flat[:, :0], target.reshape(-1), None if ids is None else as_rows(ids))
     else:
         ids = None if ids is None else rows.pack_classes(ids)
         computed = backend.products(rows, flat, head, bias, chunking).run(visit, rows.indices(), ids)
