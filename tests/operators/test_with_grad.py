@@ -40,6 +40,16 @@ def test_numbers_for_all_rows(device, dtype):
     with_grad_case(device, realistic_logits(3, 1003, dtype=dtype), target, upstream=False, square=torch.tensor(0.05))
 
 
+def test_strided_targets_of_few_rows(device, monkeypatch):
+    """Fewer rows than processors are visited twice, with a gradient of the lse between."""
+    from xent_ops.kernels.triton import launch_with_grad
+
+    monkeypatch.setattr(launch_with_grad, "processors", lambda _device: 132)
+    target = torch.tensor([[7, 36], [-100, 4], [0, 11]])
+    for strided in (target.mT.contiguous().mT, target.repeat_interleave(2, -1)[:, ::2]):
+        with_grad_case(device, realistic_logits(3, 2, 37, dtype=torch.float32), strided)
+
+
 KINDS = [(torch.float32, 1000), (torch.bfloat16, 1003), (torch.float16, 37)]
 
 

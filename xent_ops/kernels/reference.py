@@ -311,8 +311,8 @@ def columns_of(width: int, class_start: int | None, num_classes: int | None) -> 
 
 
 def grad_lse_of_square(grad_lse_square: Tensor | None, lse: Tensor, target: Tensor, ignore_index: int) -> Tensor | None:
-    """The gradient of grad_lse_square * lse^2, summed over counted rows."""
+    """The gradient of grad_lse_square * lse^2, summed over counted rows; contiguous, whatever the target's strides."""
     if grad_lse_square is None:
         return None
     counted = is_counted(target, ignore_index)
-    return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0)
+    return torch.where(counted, 2 * grad_lse_square.to(lse.dtype) * lse, 0.0).contiguous()
