@@ -37,10 +37,13 @@ def ours(hidden: Tensor, matrix: Tensor, target: Tensor, k: int, ranks: bool) ->
 
 
 def of_logits(logits: Tensor, target: Tensor, k: int, ranks: bool) -> Tensor:
-    """(rows,), by torch.topk, which leaves the order of equal logits open."""
+    """(rows,), by torch.topk, which leaves open which of equal logits it takes."""
     log_probs = logits.topk(k).values - logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1, True)
-    own = logits.gather(-1, target.clamp(min=0).unsqueeze(-1))
-    return number(log_probs, (logits > own).sum(-1) if ranks else None)
+    if not ranks:
+        return number(log_probs, None)
+    index = target.clamp(min=0).unsqueeze(-1)
+    own, columns = logits.gather(-1, index), torch.arange(logits.shape[-1], device=logits.device)
+    return number(log_probs, ((logits > own) | ((logits == own) & (columns < index))).sum(-1))
 
 
 def in_torch(hidden: Tensor, matrix: Tensor, target: Tensor, k: int, ranks: bool) -> Outputs:
