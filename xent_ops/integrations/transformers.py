@@ -9,7 +9,6 @@ too, only for what a call returns: with them ``loss_function`` calls the head on
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
 from ..ops.message_values import repr_for_message
 from . import heads, tails
+from .calls import RUNNING, Call
 
 
 class Report(NamedTuple):
@@ -178,36 +178,6 @@ def _base(model: Any) -> Any:
     return base
 
 
-class _Call:
-    """A call of the model: its arguments, and what the hooks have seen of it."""
-
-    def __init__(self, labels: Tensor, kwargs: dict[str, Any]) -> None:
-        self.labels = labels
-        self.shift_labels: Tensor | None = kwargs.get("shift_labels")
-        self.num_items_in_batch: Tensor | int | None = kwargs.get("num_items_in_batch")
-        if isinstance(self.num_items_in_batch, int) and torch.compiler.is_compiling():
-            self.num_items_in_batch = torch.tensor(self.num_items_in_batch, device=labels.device)
-        self.ignore_index: int = kwargs.get("ignore_index", -100)
-        self.hidden: Tensor | None = None
-        self.loss: Tensor | None = None
-        self.returned = False  # has loss_function returned it?
-        self.predicted: dict[str, Tensor] = {}
-
-
-class _Running(threading.local):
-    """The calls that run in this thread, by their model's hooks.
-
-    A global: of a tensor that Dynamo finds through a hook of an nn.Linear, it takes the shape as a constant, and each
-    length would be another graph. A number in a global is a constant to it too, so a call holds tensors.
-    """
-
-    def __init__(self) -> None:
-        self.calls: dict[_Hooks, _Call] = {}
-
-
-_running = _Running()
-
-
 class _Hooks:
     """The hooks of one model. They are methods, so that a deep copy of the model gets its own copies of the hooks."""
 
@@ -230,7 +200,7 @@ class _Hooks:
         tails.replace_loss_function(self.model, self.own_loss_function)
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _running.calls.pop(self, None)  # a call that was interrupted
+        RUNNING.calls.pop(self, None)  # a call that was interrupted
         labels = args[self.labels_position] if len(args) > self.labels_position else kwargs.get("labels")
         if not (model.training or self.in_eval):
             return
@@ -254,10 +224,10 @@ class _Hooks:
             )
         if self.needs_own_call():  # other hooks on the head change what they get in the second call, and nothing before
             self.head._forward_pre_hooks.move_to_end(self.hook_ids[0], last=False)
-        _running.calls[self] = _Call(labels, kwargs)
+        RUNNING.calls[self] = Call(labels, kwargs)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        call = _running.calls.get(self)
+        call = RUNNING.calls.get(self)
         if call is None:
             return None
         if call.hidden is not None:
@@ -266,7 +236,7 @@ class _Hooks:
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        call = _running.calls.get(self)
+        call = RUNNING.calls.get(self)
         if call is not None and call.hidden is not None and not self.needs_own_call():
             call.loss = self.compute(call, call.hidden)
 
@@ -274,7 +244,7 @@ class _Hooks:
         """Is the weight gathered only for what a call returns? In FSDP1's root group it is gathered for the model's."""
         return heads.is_partitioned(self.head) or self.model.get_output_embeddings() is not self.head
 
-    def compute(self, call: _Call, hidden: Tensor) -> Tensor:
+    def compute(self, call: Call, hidden: Tensor) -> Tensor:
         head, target = self.head, call.shift_labels
         if target is None:
             target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
@@ -302,7 +272,7 @@ class _Hooks:
         **kwargs: Any,
     ) -> Tensor:
         loss_arguments = (num_items_in_batch is None, ignore_index, shift_labels is None)
-        call = _running.calls.get(self)
+        call = RUNNING.calls.get(self)
         if call is None:
             if self.model.training and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -311,10 +281,10 @@ class _Hooks:
                 )
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         if call.loss is None and call.hidden is not None:
-            del _running.calls[self]  # our hooks on the head leave this call of it alone
+            del RUNNING.calls[self]  # our hooks on the head leave this call of it alone
             outer = self.model.get_output_embeddings()
             call.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), call.hidden)
-            _running.calls[self] = call
+            RUNNING.calls[self] = call
         seen = (call.num_items_in_batch is None, call.ignore_index, call.shift_labels is None)
         if call.loss is None or loss_arguments != seen:
             raise RuntimeError(
@@ -325,7 +295,7 @@ class _Hooks:
         return call.loss
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call = _running.calls.pop(self, None)
+        call = RUNNING.calls.pop(self, None)
         if call is None or output is None:  # no output: the model raised an error
             return None
         if call.loss is None:

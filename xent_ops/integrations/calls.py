@@ -1,0 +1,39 @@
+"""The calls of models of transformers that run now, by thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Call:
+    """A call of the model: its arguments, and what the hooks have seen of it."""
+
+    def __init__(self, labels: Tensor, kwargs: dict[str, Any]) -> None:
+        self.labels = labels
+        self.shift_labels: Tensor | None = kwargs.get("shift_labels")
+        self.num_items_in_batch: Tensor | int | None = kwargs.get("num_items_in_batch")
+        if isinstance(self.num_items_in_batch, int) and torch.compiler.is_compiling():
+            self.num_items_in_batch = torch.tensor(self.num_items_in_batch, device=labels.device)
+        self.ignore_index: int = kwargs.get("ignore_index", -100)
+        self.hidden: Tensor | None = None
+        self.loss: Tensor | None = None
+        self.returned = False  # has loss_function returned it?
+        self.predicted: dict[str, Tensor] = {}
+
+
+class _Running(threading.local):
+    """The calls that run in this thread, by their model's hooks.
+
+    A global: of a tensor that Dynamo finds through a hook of an nn.Linear, it takes the shape as a constant, and each
+    length would be another graph. A number in a global is a constant to it too, so a call holds tensors.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, Call] = {}
+
+
+RUNNING = _Running()
