@@ -78,7 +78,7 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
         checks.same_shape("probs", probs.shape, ids.shape, "a probability for each of the ids")
     checks.same_device("probs", probs, ids, "ids are")
     checks.constant("probs", probs)
-    if probs.numel() == 0 or not transforms.can_read(ids, probs):
+    if not transforms.can_read(ids, probs) or probs.numel() == 0:  # the rest reads values
         return
     values = torch.where(is_counted(ids, scalars.integer("ignore_index", ignore_index)), probs, 0.0)
     checks.refuse_log_probabilities("probs", values)

@@ -35,7 +35,7 @@ class Heads(Program):
     def padded(self):
         """How many columns the student's logits have, and the teacher's."""
         padding = self.ranks == 1 and self.maybe(0.3, "padding")
-        padding = (self.pick((0, 3, 5)), self.pick((0, 1, 8))) if padding else (0, 0)
+        padding = self.pick(((3, 1), (5, 0), (0, 8), (5, 8))) if padding else (0, 0)
         if any(padding) or (self.ranks == 1 and self.maybe(0.1)):
             self.options["num_classes"] = self.classes
         return [self.classes + number for number in padding]

@@ -1,7 +1,7 @@
 """Values and gradients of public functions against float64: draws of which a table fixes some arguments.
 
 A row is (functions, arguments by the name that the draw gives them). A test is a row of a function: two draws, one in
-float64. What the row does not fix is drawn from its number.
+float64 unless the row fixes the dtype. What it does not fix is drawn from its number: add rows at the end.
 """
 
 import pytest
@@ -68,7 +68,7 @@ TABLE = [
         *each({"hard_weight": 0.5, "temperature": 2.0}, [{"beta": 0.0}, {"beta": 0.25}, {"beta": 1.0}]),
         *each(TEACHER_CAPS, [{"beta": 0.0}, {"beta": 0.25}, {"beta": 1.0}]),
         *({"token_weight": weighted, "target": True, **row} for row in REDUCTIONS for weighted in (False, True)),
-        {"target": False, "temperature": 0.5},
+        {"target": False, "hard_weight": 0.0, "temperature": 0.5},
         *each({"padding": True}, [{"beta": 0.0}, {"beta": 0.25, "hard_weight": 0.5}, {"beta": 1.0}]),
         *SIZES,
     ]),

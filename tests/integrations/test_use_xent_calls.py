@@ -45,6 +45,27 @@ def test_an_error_leaves_nothing_behind(where):
     assert torch.equal(model.lm_head(hidden), want)
 
 
+@pytest.mark.parametrize("end", [remove_xent, None])
+def test_a_call_that_was_interrupted(end):
+    """Ctrl-C runs no hook. The call ends with remove_xent, or with the model."""
+    model, (ids, labels), seen = tiny.make(), tiny.batch(), []
+    use_xent(model)
+
+    def hook(module, args, output):
+        seen.append(weakref.ref(output))
+        raise KeyboardInterrupt
+
+    model.model.norm.register_forward_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids, labels=labels)
+    if end is None:
+        del model
+    else:
+        end(model)
+    gc.collect()
+    assert seen[0]() is None
+
+
 def test_a_call_of_another_thread_in_the_middle_of_one():
     model, (first, second), found = tiny.make(), (tiny.batch(), tiny.batch(3)), []
     want = [tiny.step(model, model, *batch)[1:] for batch in (first, second)]

@@ -8,7 +8,7 @@ from helpers.graphs import CompileCounterWithBackend
 
 import xent_ops
 from xent_ops.head import loop
-from xent_ops.head.sizes import rows_of_chunk
+from xent_ops.head.sizes import rows_of_chunk, rows_of_one_shape
 from xent_ops.kernels.options import Chunking
 
 GIB = 2**30
@@ -100,3 +100,10 @@ def test_symbolic_sizes_stay_symbolic():
         torch.testing.assert_close(*grads)
         frames.append(counter.frame_count)
     assert len(set(frames)) == 1
+
+
+def test_rows_of_one_shape_on_a_cpu():
+    """A multiple of 4, also of what each of several ranks computes of a chunk."""
+    for chunk_rows, parts in ((1, 1), (6, 1), (6, 3), (512, 3)):
+        rows = rows_of_one_shape(torch.empty(9, 8), 130, chunk_rows, parts=parts)
+        assert rows % 4 == 0 and 0 <= rows - chunk_rows // parts < 4

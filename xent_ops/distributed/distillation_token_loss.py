@@ -139,7 +139,7 @@ def vocab_parallel_linear_distillation_token_loss(
             mine, number = classes[: call.head.columns()], teacher.teacher_weight.shape[0]
             if number == 0 and mine.shape[0] > 0:  # no row that a class could name
                 raise ValueError(f"classes has {mine.shape[0]} ids but teacher_weight_shard has no rows{_HINT}")
-            if check or (classes.device.type == "cpu" and not transforms.is_traced()):
+            if check or transforms.can_read(classes):
                 distillation_checks.class_values(mine, number, _HINT)
         return _Bound(call, teacher, spec, function)
 

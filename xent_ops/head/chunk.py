@@ -174,7 +174,7 @@ def input_gradient(
     can_count = count is not None and dtype is None
     kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if can_count else None
     if kernels is None:
-        return write_product(grad_logits, head, head.new_empty(shape))
+        return write_product(grad_logits, head)
     assert count is not None
     grad_input = logits.new_zeros(shape)
     kernels.grad_input(logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)

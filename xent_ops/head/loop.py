@@ -289,7 +289,7 @@ def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) ->
     num_classes = head.weight.shape[0] if head.shard_range[1] is None else head.shard_range[1]
     share, chunking = -(-num_classes // world), head.chunking
     if chunking.batch_invariant:
-        size = max(rows_of_one_shape(rows, share, chunking.chunk_rows, chunking.logits_dtype) // parts, 1)
+        size = rows_of_one_shape(rows, share, chunking.chunk_rows, chunking.logits_dtype, parts)
         return [*range(0, max(number, 1), size), number], size
     size = rows_of_chunk(parts * number, rows, share, False, chunking.chunk_rows, chunking.logits_dtype)
     count = max(-(-(parts * number) // size), 1)

@@ -271,21 +271,28 @@ def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, out: Tensor) -> 
         torch.addmm(bias, input, head.transpose(0, 1), out=out, **out_dtype)
 
 
-def aligned_rows(rows: Tensor) -> Tensor:
-    """(n, H) of which each row starts at a multiple of 16 bytes, where MKL multiplies.
+def _padding(rows: Tensor) -> int:
+    """Columns that make the length of a row (n, H) a multiple of 16 bytes, where MKL multiplies; else 0.
 
-    Else MKL's kernels for few classes or features, and all for float64, give a row bits that depend on its place.
+    Otherwise MKL's kernels for few classes or features, and all for float64, give a row bits that depend on its place.
     """
-    columns = rows.shape[1]
-    if rows.device.type != "cpu" or rows.element_size() < 4 or columns * rows.element_size() % 16 == 0:
-        return rows
-    return torch.nn.functional.pad(rows, (0, -columns % 4))[:, :columns]
+    return 0 if rows.device.type != "cpu" or rows.element_size() < 4 else -rows.shape[1] % (16 // rows.element_size())
 
 
-def write_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """out = left @ right. See aligned_rows."""
-    memory = torch.mm(left, right, out=aligned_rows(out))
-    return out if memory is out else out.copy_(memory)
+def aligned_rows(rows: Tensor) -> Tensor:
+    """Contiguous rows (n, H), copied if they need padding."""
+    padding = _padding(rows)
+    return torch.nn.functional.pad(rows, (0, padding))[:, :-padding] if padding else rows
+
+
+def write_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left @ right, in rows that are padded while MKL writes them."""
+    padding = _padding(right)
+    if not padding:
+        return torch.mm(left, right, out=out)
+    memory = right.new_empty(left.shape[0], right.shape[1] + padding)[:, :-padding]
+    product = torch.mm(left, right, out=memory)
+    return product.contiguous() if out is None else out.copy_(product)
 
 
 def multiplies_into_float32(tensor: Tensor) -> bool:

@@ -66,11 +66,11 @@ def rows_of_chunk(
 
 
 def rows_of_one_shape(
-    input: Tensor, classes: int, chunk_rows: int | None, logits_dtype: torch.dtype | None = None
+    input: Tensor, classes: int, chunk_rows: int | None, logits_dtype: torch.dtype | None = None, parts: int = 1
 ) -> int:
-    """The rows of every chunk, for any number of rows and any wanted gradients."""
-    rows = chunk_rows or _within_most_bytes(_least_rows(input), input, classes, logits_dtype)
-    # MKL's kernels for few rows, if these are no multiple of 4, give the last ones other bits.
+    """The rows of every chunk, for any number of rows and any wanted gradients; of one of ``parts`` that share it."""
+    rows = max((chunk_rows or _within_most_bytes(_least_rows(input), input, classes, logits_dtype)) // parts, 1)
+    # On a CPU a multiple of 4: else MKL gives the last rows of a product other bits.
     return rows if input.device.type != "cpu" else -(-rows // 4) * 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -25,15 +26,26 @@ class Call:
         self.predicted: dict[str, Tensor] = {}
 
 
+class Key:
+    """Of a model's hooks. An object of its own class: Dynamo compares no other objects."""
+
+
 class _Running(threading.local):
-    """The calls that run in this thread, by their model's hooks.
+    """The calls that run in this thread, by the keys of their models' hooks.
 
     A global: of a tensor that Dynamo finds through a hook of an nn.Linear, it takes the shape as a constant, and each
     length would be another graph. A number in a global is a constant to it too, so a call holds tensors.
     """
 
     def __init__(self) -> None:
-        self.calls: dict[Any, Call] = {}
+        self.calls: dict[Key, Call] = {}
 
 
 RUNNING = _Running()
+
+
+def key_of(hooks: Any) -> Key:
+    """A new key. A call that was interrupted (Ctrl-C runs no hook) ends with these hooks at the latest."""
+    key = Key()
+    weakref.finalize(hooks, RUNNING.calls.pop, key, None)
+    return key

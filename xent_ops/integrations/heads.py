@@ -18,8 +18,8 @@ _OF_PEFT = (
     ": name the head in modules_to_save, which trains all of it, or leave it out of target_modules, target_parameters "
     "and trainable_token_indices (also those of an embedding that it is tied to)"
 )
-# Modules of hooks that leave a head's input as it is: they gather weights, or are those of another model's use_xent.
-_LEAVE_THE_INPUT = ("torch.distributed.", "deepspeed.", "xent_ops.")
+# Modules of hooks that gather weights, or act only while their own model runs: those of another model's use_xent.
+_HARMLESS = ("torch.distributed.", "deepspeed.", "xent_ops.")
 
 
 def product(head: Any, hidden: Tensor, upcast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -159,11 +159,11 @@ def adapters(head: Any) -> list[str]:
 def hooks_after(head: nn.Module, before: int, behind: int) -> str | None:
     """The name of a hook registered on the head after our two hooks. That hook would get an empty input.
 
-    Hooks that leave the input as it is do not count.
+    Those of ``_HARMLESS`` modules do not count.
     """
     for hooks, ours in ((head._forward_pre_hooks, before), (head._forward_hooks, behind)):
         for number, hook in hooks.items():
-            if number > ours and not _module_of(hook).startswith(_LEAVE_THE_INPUT):
+            if number > ours and not _module_of(hook).startswith(_HARMLESS):
                 return repr_for_message(hook)
     return None
 

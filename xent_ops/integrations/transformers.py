@@ -22,7 +22,7 @@ from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
 from ..ops.message_values import repr_for_message
 from . import heads, tails
-from .calls import RUNNING, Call
+from .calls import RUNNING, Call, key_of
 
 
 class Report(NamedTuple):
@@ -184,6 +184,7 @@ class _Hooks:
     def __init__(self, model: Any, head: Any, upcast: bool, options: dict[str, Any], in_eval: bool) -> None:
         self.model, self.head, self.upcast, self.options, self.in_eval = model, head, upcast, options, in_eval
         self.labels_position = list(inspect.signature(model.forward).parameters).index("labels")
+        self.key = key_of(self)
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             head.register_forward_pre_hook(self.before_head),
@@ -195,12 +196,13 @@ class _Hooks:
         self.own_loss_function = tails.replace_loss_function(model, self.loss_function)
 
     def remove(self) -> None:
+        RUNNING.calls.pop(self.key, None)  # a call that was interrupted
         for handle in self.handles:
             handle.remove()
         tails.replace_loss_function(self.model, self.own_loss_function)
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        RUNNING.calls.pop(self, None)  # a call that was interrupted
+        RUNNING.calls.pop(self.key, None)  # a call that was interrupted
         labels = args[self.labels_position] if len(args) > self.labels_position else kwargs.get("labels")
         if not (model.training or self.in_eval):
             return
@@ -213,7 +215,7 @@ class _Hooks:
                 )
             return
         if getattr(model, "_is_replica", False):
-            raise RuntimeError("use_xent does not work with torch.nn.DataParallel, whose threads share hooks: use DDP")
+            raise RuntimeError("use_xent does not work with torch.nn.DataParallel, whose replicas share hooks: use DDP")
         if heads.inside(self.model.get_output_embeddings()) is not self.head:
             raise RuntimeError(
                 "the head is not the one that use_xent has seen: call it after peft and resize_token_embeddings"
@@ -224,10 +226,10 @@ class _Hooks:
             )
         if self.needs_own_call():  # other hooks on the head change what they get in the second call, and nothing before
             self.head._forward_pre_hooks.move_to_end(self.hook_ids[0], last=False)
-        RUNNING.calls[self] = Call(labels, kwargs)
+        RUNNING.calls[self.key] = Call(labels, kwargs)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        call = RUNNING.calls.get(self)
+        call = RUNNING.calls.get(self.key)
         if call is None:
             return None
         if call.hidden is not None:
@@ -236,7 +238,7 @@ class _Hooks:
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        call = RUNNING.calls.get(self)
+        call = RUNNING.calls.get(self.key)
         if call is not None and call.hidden is not None and not self.needs_own_call():
             call.loss = self.compute(call, call.hidden)
 
@@ -272,7 +274,7 @@ class _Hooks:
         **kwargs: Any,
     ) -> Tensor:
         loss_arguments = (num_items_in_batch is None, ignore_index, shift_labels is None)
-        call = RUNNING.calls.get(self)
+        call = RUNNING.calls.get(self.key)
         if call is None:
             if self.model.training and torch.is_grad_enabled():
                 raise RuntimeError(
@@ -281,10 +283,10 @@ class _Hooks:
                 )
             return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         if call.loss is None and call.hidden is not None:
-            del RUNNING.calls[self]  # our hooks on the head leave this call of it alone
+            del RUNNING.calls[self.key]  # our hooks on the head leave this call of it alone
             outer = self.model.get_output_embeddings()
             call.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), call.hidden)
-            RUNNING.calls[self] = call
+            RUNNING.calls[self.key] = call
         seen = (call.num_items_in_batch is None, call.ignore_index, call.shift_labels is None)
         if call.loss is None or loss_arguments != seen:
             raise RuntimeError(
@@ -295,7 +297,7 @@ class _Hooks:
         return call.loss
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call = RUNNING.calls.pop(self, None)
+        call = RUNNING.calls.pop(self.key, None)
         if call is None or output is None:  # no output: the model raised an error
             return None
         if call.loss is None:

@@ -73,9 +73,8 @@ def any_tracer() -> bool:
 
 
 def can_read(*tensors: Tensor) -> bool:
-    """Can Python read the values of these tensors: on a CPU, where it waits for nothing, of no tracer, and not fake?"""
-    on_cpu = all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in tensors)
-    return on_cpu and not any_tracer()
+    """True if Python may read the values: of tensors on a CPU that are not fake, and no tracer records."""
+    return not any_tracer() and all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in tensors)
 
 
 def is_exported() -> bool:

@@ -104,9 +104,9 @@ def choose_kernel(
     stride_inner,
     INCREASING: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # the number of blocks, rounded up to a power of two, as the next two; up to 2^14
-    SIZE: tl.constexpr,  # k * BLOCK
-    WIDTH: tl.constexpr,  # k
+    BLOCKS: tl.constexpr,  # the number of blocks, rounded up to a power of two; up to 2^14
+    SIZE: tl.constexpr,  # k * BLOCK, rounded up to a power of two; up to 2^14
+    WIDTH: tl.constexpr,  # k, rounded up to a power of two
     STEPS: tl.constexpr,  # the highest bits of a key without the sign; the others are 0
 ):
     """One program a row: its k blocks with the largest keys, the k largest columns of these, and their order."""
