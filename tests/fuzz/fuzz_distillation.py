@@ -19,7 +19,7 @@ def draw(*args):
     teacher_dtype = draw.dtype if "torch.float64" in (draw.dtype, teacher_dtype) else teacher_dtype
     draw.numbers("divergences_with_grad", beta=(0.0, 0.5, 1.0, 0.03125, 0.875))  # float32 holds them, as kernels do
     widths = draw.padded()
-    if draw.maybe(0.7, "target") or "hard_weight" in draw.options:
+    if draw.maybe(0.7, "target") or draw.options.get("hard_weight"):
         draw.target()
     draw.reduced("mean", "sum", *(["none"] if draw.ranks == 1 else []))
     draw.chunked()
