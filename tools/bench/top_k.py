@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import xent_ops
-from xent_ops.bench import check
 from xent_ops.bench.check import Options
 from xent_ops.bench.contestants import Contestant, Outputs, compiled, partial
 from xent_ops.bench.problems import Head, Setting
 from xent_ops.bench.run import Table, tables_of
 
 from .heads import ONE_MATMUL, UNITS
-from .tokens import mean
+from .tokens import counted, mean
 
 
 def number(log_probs: Tensor, rank: Tensor | None) -> Tensor:
@@ -55,9 +54,9 @@ class Classes(Head):
     unit = ONE_MATMUL
 
     def expected_rows(self, logits: Tensor, part: slice, options: Options) -> tuple[Tensor, Tensor]:
-        counted = self.target != check.IGNORE_INDEX
-        rows = torch.where(counted[part], of_logits(logits, self.target[part], **options), 0.0)
-        return rows.sum() / counted.sum(), torch.zeros_like(logits)
+        target = self.target[part]
+        rows = torch.where(counted(target), of_logits(logits, target, **options), 0.0)
+        return rows.sum() / counted(self.target).sum(), torch.zeros_like(logits)
 
 
 def lines(k: int) -> list[Contestant]:

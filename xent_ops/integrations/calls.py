@@ -45,7 +45,7 @@ RUNNING = _Running()
 
 
 def key_of(hooks: Any) -> Key:
-    """A new key. A call that was interrupted (Ctrl-C runs no hook) ends with these hooks at the latest."""
+    """A new key. A call of this thread that Ctrl-C interrupts ends with these hooks at the latest: it runs no hook."""
     key = Key()
     weakref.finalize(hooks, RUNNING.calls.pop, key, None)
     return key
