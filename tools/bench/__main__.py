@@ -15,7 +15,7 @@ from . import divergences, heads, host, launches, losses, megatron, model, ranks
 
 LOGITS, HEADS = "8192x32000,4096x128256", "8192x128256"
 CHUNKS: dict[str, Any] = {"type": positives, "metavar": "ROWS,...", "help": "a line of ours for each size of chunks"}
-ALONE: dict[str, Any] = {"type": positive, "metavar": "RANKS", "help": "one process: a rank of so many, nothing is sent"}
+ALONE: dict[str, Any] = {"type": positive, "metavar": "RANKS", "help": "a rank of so many by itself: nothing is sent"}
 DYNAMIC: dict[str, Any] = {"action": "store_true", "help": "also compiled for any number of rows"}
 
 

@@ -9,7 +9,6 @@ A step is the output layer and the loss behind it, forward and backward, to the 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 from typing import Any
 
