@@ -18,7 +18,7 @@ from torch import Tensor
 
 import xent_ops
 from xent_ops.bench import check, run
-from xent_ops.bench.contestants import Contestant, Function, partial
+from xent_ops.bench.contestants import Contestant, Function
 from xent_ops.bench.problems import Setting
 
 from .ranks import SplitHead, units
@@ -88,6 +88,6 @@ def tables(arguments: argparse.Namespace, setting: Setting) -> list[run.Table]:
     known = units(None)[:2]
     for name, (fused, options) in lines.items():
         kind = "peer" if options is None else "ours"
-        load = partial(step, fused, options)
-        known.append(Contestant(name, kind, lambda load=load: load()(), needs=("megatron",), captured=False))
+        load = functools.partial(step, fused, options)
+        known.append(Contestant(name, kind, load, needs=("megatron",), captured=False))
     return run.tables_of(SplitHead, arguments.shapes, arguments.hidden, known, setting)
