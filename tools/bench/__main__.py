@@ -15,7 +15,6 @@ from . import divergences, heads, host, launches, losses, megatron, model, ranks
 
 LOGITS, HEADS = "8192x32000,4096x128256", "8192x128256"
 CHUNKS: dict[str, Any] = {"type": positives, "metavar": "ROWS,...", "help": "a line of ours for each size of chunks"}
-ALONE: dict[str, Any] = {"type": positive, "metavar": "RANKS", "help": "a rank of so many by itself: nothing is sent"}
 DYNAMIC: dict[str, Any] = {"action": "store_true", "help": "also compiled for any number of rows"}
 
 
@@ -62,15 +61,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("sizes", type=model.sizes, nargs="?", default="", help=f"KEY=N,... of {', '.join(model.KEYS)}")
     found.set_defaults(eager=True)  # a step launches more than a graph is captured for
     found = table("ranks", ranks.losses, "the loss of a vocabulary split over ranks", HEADS)
-    found.add_argument("--alone", **ALONE)
+    found.add_argument(
+        "--alone", type=positive, metavar="RANKS", help="one process: a rank of so many, nothing is sent"
+    )
     found.set_defaults(run=ranks.main)
     found = table("ranks-heads", ranks.heads, "the head and the loss over ranks", HEADS, "4096")
     found.add_argument("--chunk-rows", **CHUNKS)
-    found.add_argument("--alone", **ALONE)
-    found.set_defaults(run=ranks.main)
+    found.set_defaults(run=ranks.main, alone=None)
     found = table("megatron", megatron.tables, "the head and the loss of Megatron-Core, over ranks", HEADS, "4096")
-    found.add_argument("--alone", **ALONE)
-    found.set_defaults(run=ranks.main)
+    found.set_defaults(run=ranks.main, alone=None)
     table("host", host.tables, host.HELP).set_defaults(run=host.main, device="cpu", eager=True)
     found = commands.add_parser("launches", help=launches.HELP, description=launches.HELP)
     found.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU, if there is one")

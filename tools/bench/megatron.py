@@ -1,7 +1,6 @@
 """The head and the loss of a GPTModel of Megatron-Core: its own losses beside ``use_xent``.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tools.bench megatron
-    python -m tools.bench megatron --alone 4      # one process: a rank of 4, whose group sends nothing
 
 A step is the output layer and the loss behind it, forward and backward, to the mean over the tokens of the loss mask.
 """
@@ -30,7 +29,7 @@ def model_class() -> Any:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    parallel_state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(dist.get_world_size())
 
     class Head(LanguageModule):
         """What a GPTModel calls behind its last layer. The weight is an argument, as that of a tied head."""

@@ -78,11 +78,6 @@ def main(arguments: argparse.Namespace) -> int:
     return status
 
 
-def alone() -> bool:
-    """The group sends nothing, so the losses are wrong."""
-    return dist.get_backend() == "fake"
-
-
 class Split(Problem):
     """All ranks have the same tensors, and each uses its classes. A contestant that fails on one rank is not timed."""
 
@@ -109,15 +104,16 @@ class Split(Problem):
 
 
 class SplitLoss(Split, Loss):
-    def __init__(self, shape: Shape, setting: Setting) -> None:
+    def __init__(self, alone: bool, shape: Shape, setting: Setting) -> None:
         super().__init__(shape, setting)
+        self.alone = alone
         self.whole, self.source = self.source, self.source[:, self.classes()].contiguous()
         self.logits = self.source.clone()
         self.inputs, self.others = (self.logits,), (self.target, shape.classes)
         self.memory_unit = (self.logits.nbytes, "shards")
 
     def check(self, outputs: Outputs, contestant: Contestant) -> check.Errors:
-        if alone():
+        if self.alone:  # nothing is gathered, and the losses are wrong
             return {}
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         grad = torch.empty(self.source.shape, dtype=torch.float64, device=self.device)
@@ -145,8 +141,6 @@ class SplitHead(Split, Head):
         return super().bind(contestant)
 
     def check(self, outputs: Outputs, contestant: Contestant) -> check.Errors:
-        if alone():
-            return {}
         loss, hidden, matrix = self.expected(contestant.options)
         if "sequence parallel" in contestant.name:
             hidden = self.rows_of_rank(hidden)
@@ -195,7 +189,8 @@ def losses(arguments: argparse.Namespace, setting: Setting) -> list[run.Table]:
     ]
     if setting.device.type == "cuda":
         known += [replace(one, name=f"{one.name}, in a CUDA graph", captured=True) for one in (eager, whole)]
-    return run.tables_of(SplitLoss, arguments.shapes, (), known, setting)
+    problem = functools.partial(SplitLoss, bool(arguments.alone))
+    return run.tables_of(problem, arguments.shapes, (), known, setting)
 
 
 @functools.cache
