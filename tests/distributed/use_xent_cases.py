@@ -148,15 +148,19 @@ def fsdp1_refusals(device):
 
 
 def mixed_precision(device):
-    """FSDP's bfloat16 parameters: with and without use_xent, the head's gradient is reduced in float32."""
+    """FSDP's bfloat16 parameters: with and without use_xent, the head's gradient is reduced in float32.
+
+    ``output_dtype`` is that of losses, also of the output with predictions.
+    """
     ids, labels = _batch(device)
     rank = dist.get_rank()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float64}
+    policy = MixedPrecisionPolicy(**dtypes)
     results = []
     for lean in (False, True):
         model = copy.deepcopy(_model(device, tied=False))
         if lean:
-            use_xent(model)
+            use_xent(model, in_eval=True)
         model = _shard(model, "head", mp_policy=policy)
         loss = model(input_ids=ids[rank], labels=labels[rank]).loss
         loss.backward()
@@ -165,6 +169,10 @@ def mixed_precision(device):
     torch.testing.assert_close(got, want, rtol=1e-2, atol=0.0)
     for grad, reference in zip(grads, want_grads, strict=True):
         assert grad.dtype == torch.float32 and (grad - reference).norm() <= 2e-2 * reference.norm()
+    with torch.no_grad():
+        output = model.eval()(input_ids=ids[rank], labels=labels[rank])
+    assert got.dtype == output.loss.dtype == output.accuracy.dtype == torch.float64
+    assert output.predictions.dtype == torch.int64 and output.predictions.shape == ids[rank].shape
 
 
 def tensor_parallel(device):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.dispatch_log import Notes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import xent_ops
 
@@ -224,8 +224,11 @@ def test_evaluation(options, way):
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "compiled" else model
         got = call(input_ids=ids, labels=labels, **options)
         assert call(input_ids=ids).logits.shape == (2, 9, tiny.V)
-    assert got.logits is None
+    assert got.logits is None and isinstance(got, type(want))
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0.0)
+    for twin in (tree_map(lambda leaf: leaf, got), pickle.loads(pickle.dumps(got))):
+        assert type(twin) is type(got) and twin.keys() == got.keys()
+        assert torch.equal(twin.predictions, got.predictions) and torch.equal(twin.accuracy, got.accuracy)
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     counted = shifted != -100
     predictions = want.logits.argmax(-1)

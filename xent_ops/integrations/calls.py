@@ -1,7 +1,8 @@
-"""The calls of models of transformers that run now, by thread."""
+"""The calls of models of transformers that run now, by thread, and the classes of their outputs."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from typing import Any
@@ -49,3 +50,21 @@ def key_of(hooks: Any) -> Key:
     key = Key()
     weakref.finalize(hooks, RUNNING.calls.pop, key, None)
     return key
+
+
+_WITH_PREDICTIONS: dict[type, Any] = {}
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot trace how a class is made
+def with_predictions(kind: type) -> Any:
+    """A model's class of outputs with two more fields. Pytree makes an output from the fields of its class."""
+    if kind not in _WITH_PREDICTIONS:
+        fields = [(name, Tensor | None, None) for name in ("predictions", "accuracy")]
+        names = {"__module__": __name__, "__reduce__": lambda output: (_unpickled, (kind, dict(output)))}
+        name = f"{kind.__name__}WithPredictions"
+        _WITH_PREDICTIONS[kind] = dataclasses.make_dataclass(name, fields, bases=(kind,), namespace=names)
+    return _WITH_PREDICTIONS[kind]
+
+
+def _unpickled(kind: type, fields: dict[str, Any]) -> Any:
+    return with_predictions(kind)(**fields)

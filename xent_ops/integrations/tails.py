@@ -29,19 +29,21 @@ def candidates(config: Any) -> list[Activation]:
     return [Activation(cap, scale) for cap in (None, *values(_SOFTCAPS)) for scale in dict.fromkeys(scales)]
 
 
-def find(model: Any, head: nn.Module, upcast: bool = False, wrapper: Any = None) -> Activation:
-    """The tail of a model and its head; ``upcast`` as for ``heads.product``. ``wrapper`` is called in its place.
+def find(model: Any, head: nn.Module, upcast: bool = False, wrapper: Any = None) -> tuple[Activation, type]:
+    """The tail of a model and its head, and the class of its output. ``upcast`` is as for ``heads.product``.
+
+    ``wrapper`` is called in place of the model.
 
     It runs two forwards of four tokens in evaluation mode. The first replaces the head's output by a ramp, the second
     by an empty tensor, as in training. If the two losses differ, the model reads its logits beside the loss.
     """
     name = type(model).__name__
     with heads.gathered(model):
-        ramped, loss = _run(model, head, upcast, wrapper, ramp=True)
+        ramped, output = _run(model, head, upcast, wrapper, ramp=True)
         _, without_logits = _run(model, head, upcast, wrapper, ramp=False)
-    if not torch.equal(loss, without_logits):
+    if not torch.equal(output.loss, without_logits.loss):
         raise ValueError(
-            f"{name} reads its logits beside the loss (its loss is {loss:g}, and {without_logits:g} "
+            f"{name} reads its logits beside the loss (its loss is {output.loss:g}, and {without_logits.loss:g} "
             "without them), so they cannot be left out"
         )
     ramp = _ramp(ramped)
@@ -50,7 +52,7 @@ def find(model: Any, head: nn.Module, upcast: bool = False, wrapper: Any = None)
         expected = ramp * scale if cap is None else cap * torch.tanh(ramp * (scale / cap))
         rtol = max(1e-5, 4 * torch.finfo(ramped.dtype).eps)
         if torch.allclose(ramped.float(), expected.expand(ramped.shape), rtol=rtol, atol=10 * rtol):
-            return tail
+            return tail, type(output)
     raise ValueError(
         f"{name} changes its logits before the loss in a way that is neither a softcap nor a scale of its "
         f"configuration ({', '.join(dict.fromkeys(_SOFTCAPS + _FACTORS))}): from {ramp[0]:g} ... {ramp[-1]:g} it makes "
@@ -77,8 +79,8 @@ def _ramp(logits: Tensor) -> Tensor:
     return torch.linspace(-200.0, 200.0, logits.shape[-1], device=logits.device)
 
 
-def _run(model: Any, head: nn.Module, upcast: bool, wrapper: Any, *, ramp: bool) -> tuple[Tensor, Tensor]:
-    """(the logits that loss_function gets, the loss that the model returns), while loss_function returns 0."""
+def _run(model: Any, head: nn.Module, upcast: bool, wrapper: Any, *, ramp: bool) -> tuple[Tensor, Any]:
+    """(the logits that loss_function gets, the model's output), while loss_function returns 0."""
     name = type(model).__name__
     ids = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
     if ids.is_meta:
@@ -129,4 +131,4 @@ def _run(model: Any, head: nn.Module, upcast: bool, wrapper: Any, *, ramp: bool)
             f"{name} gives its loss logits of shape {tuple(logits.shape)} for a vocabulary of {vocab_size}; expected "
             f"those of the head, {classes} a token"
         )
-    return logits, output.loss
+    return logits, output

@@ -22,7 +22,7 @@ from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
 from ..ops.message_values import repr_for_message
 from . import heads, tails
-from .calls import RUNNING, Call, key_of
+from .calls import RUNNING, Call, key_of, with_predictions
 
 
 class Report(NamedTuple):
@@ -127,7 +127,9 @@ def use_xent(
     heads.refuse_sharded(head, is_wrapped)
     upcast = heads.upcasts(head)
     logits_dtype = torch.float32 if upcast else logits_dtype
-    tail = tails.find(base, head, upcast, model if is_wrapped else None)
+    tail, output = tails.find(base, head, upcast, model if is_wrapped else None)
+    if in_eval:
+        with_predictions(output)  # now: while Dynamo traces, transformers registers no class as pytree node
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.option_values(loss.row_options, head.weight.dtype)
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
@@ -310,7 +312,5 @@ class _Hooks:
         if isinstance(output, tuple):
             return None
         fields = {name: value for name, value in output.items() if name != "logits"}
-        without_logits = type(output)(**fields)
-        for name, value in call.predicted.items():
-            without_logits[name] = value
-        return without_logits
+        kind = with_predictions(type(output)) if call.predicted else type(output)
+        return kind(**fields, **call.predicted)
