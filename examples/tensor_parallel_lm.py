@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py                 # tensor parallel over 2 ranks
     torchrun --nproc-per-node 4 examples/tensor_parallel_lm.py --tensor 2      # and FSDP2 over 2 pairs of them
-    torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py --loss linear   # no rank ever has its own logits either
+    torchrun --nproc-per-node 2 examples/tensor_parallel_lm.py --loss linear   # a rank computes its logits by chunks
 
 It runs on GPUs (NCCL) if there is one for each rank, else on CPUs (gloo). At the end rank 0 trains the same model alone
 on the same batches: the losses must be equal up to float32 rounding.
