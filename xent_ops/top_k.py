@@ -74,9 +74,9 @@ def linear_top_k(
     It takes one matrix multiplication. Classes have a total order, that of ``logits.sort(descending=True,
     stable=True)``: larger logits first (smaller ones with a logit_scale below 0), equal ones by the smaller class, NaN
     before all numbers. So a row has the same ids alone, compiled, in any batch and over any split of the classes, if
-    its logits have the same bits (``batch_invariant``). In bfloat16 a third of all rows have equal logits at the k-th
-    place; ``logits_dtype=torch.float32`` tells most apart. In counted rows log-probabilities, lse and entropy are those
-    of ``linear_token_log_probs``. They are differentiable: the backward takes three more matrix multiplications.
+    its logits have the same bits (``batch_invariant``). In bfloat16 many rows have equal logits at the k-th place;
+    ``logits_dtype=torch.float32`` tells most apart. In counted rows log-probabilities, lse and entropy are those of
+    ``linear_token_log_probs``. They are differentiable: the backward takes three more matrix multiplications.
 
     Args:
         input, linear_weight, linear_bias: (..., H), (V, H) and (V,), as for ``linear_cross_entropy``.
