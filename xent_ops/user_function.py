@@ -124,7 +124,9 @@ class UserFunction(TokenRows):
         leaves = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
         # Not bool: Dynamo of torch 2.11 does not trace it for a list.
         wants_grad, traced = torch.is_grad_enabled() and len(leaves) > 0, transforms.is_traced()
-        zeros = target.new_zeros(PROBED, dtype=self.dtype, requires_grad=wants_grad and not traced)
+        zeros = target.new_zeros(PROBED, dtype=self.dtype)
+        if wants_grad and not traced:
+            zeros.requires_grad_()  # a leaf also where new_zeros of a subclass returns a view of its result
         # Setting a gradient mode would leave an empty submodule in an exported program, which could then not be loaded.
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
             stats, value = self._call_on_zeros(zeros, target)

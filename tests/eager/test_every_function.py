@@ -223,6 +223,20 @@ def test_dtensors_are_refused(device, name):
             of_name(name)(**given | {key: given[key].detach().as_subclass(LikeDTensor)})
 
 
+class Subclass(torch.Tensor):
+    """As those of torchvision and fastai: every result is one too."""
+
+
+@each()
+def test_a_subclass_of_tensor(device, name, label):
+    given = arguments(name, label, device)
+    values, grads = run(name, given)
+    leaves = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    found = run(name, replaced(given, **{key: value.detach().as_subclass(Subclass) for key, value in leaves.items()}))
+    assert all(type(value) is Subclass for value in found[0])
+    torch.testing.assert_close(tree_map_only(Subclass, lambda x: x.as_subclass(torch.Tensor), found), (values, grads))
+
+
 @pytest.mark.parametrize("way", ["meta", "fake", "recorded"])
 @each()
 def test_no_value_is_read(name, label, way):
