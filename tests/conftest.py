@@ -115,6 +115,14 @@ def eager_and_dispatched(request, monkeypatch):
 
 
 @pytest.fixture
+def new_memory_is_nan():
+    """torch.empty and its kin return NaN, so that a test sees what was read before it was written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def cpu_as_cuda(monkeypatch):
     """Inductor's lowering for CUDA on the CPU as well, whichever kernels serve that."""
     from xent_ops.inductor.lowerings import reuse

@@ -13,11 +13,6 @@ import xent_ops
 from xent_ops import inductor
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def _model():
     model = nn.Sequential(nn.Linear(8, V), nn.Flatten(0, 1)).bfloat16()
     return model, torch.randn(2, 3, 8).bfloat16(), targets(6)

@@ -77,7 +77,8 @@ def read_all(stats, *rows):
 def ways(name, given):
     """Options by which an ignored row comes another way."""
     found = [{}, {"skip_ignored": True, "chunk_rows": 4}, {"grad_in_forward": True}]
-    found += [{"ids": given["ids"][:, :1]}] if "ids" in given else []  # the loss of class indices
+    if "ids" in given:  # the loss of class indices
+        found.append({"ids": given["ids"][:, :1], "probs": given["probs"][:, :1]})
     return [way for way in found if {*way} <= {*parameters(name)}]
 
 
@@ -94,7 +95,7 @@ def test_what_an_ignored_row_holds_counts_for_nothing(device, name, label, dtype
             tensor[IGNORED] = value if padding or key != "input" else 1.0
         more = {"token_weight": weight, "lse_square_scale": 0.1, "softcap": 5.0, **way}
         more |= {"fn": read_all, "rows": (weight,)} if "fn" in given else {}
-        more |= {"probs": rows.pop("probs")[:, : way["ids"].shape[1]]} if "ids" in way else {}
+        more |= {"probs": rows.pop("probs")[:, :1]} if "ids" in way else {}
         return run(name, replaced(given, **rows) | {key: more[key] for key in more if key in parameters(name)})
 
     for way, padding in itertools.product(ways(name, given), (False, True)):
@@ -116,18 +117,21 @@ def test_chunks_and_skipped_rows_change_nothing(device, name, label):
         torch.testing.assert_close(run(name, given | how), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("ignored", [True, False], ids=["all are ignored", "no rows"])
 @each("reduction", but=NO_TARGET)
-def test_nothing_is_counted(device, name, label, ignored):
-    """A mean of none is NaN, as in torch; a sum is 0, with gradients of 0."""
-    given = arguments(name, label, device, ignored=range(N) if ignored else ())
+def test_nothing_is_counted(device, name, label, ignored, dtype):
+    """A mean of none is NaN, as in torch; a sum is 0. Gradients are 0."""
+    given = arguments(name, label, device, dtype, ignored=range(N) if ignored else ())
     if not ignored:
         rows = {key: given[key][:0] for key in (*HIDDEN, "target", "ids", "probs") if key in given}
         given = replaced(given, **rows)
-    for reduction, more in (("mean", {}), ("sum", {"divisor": 3.0} if "divisor" in parameters(name) else {})):
-        results = results_of(name, given | {"reduction": reduction, **more})
+    given |= {"lse_square_scale": 0.1} if "lse_square_scale" in parameters(name) else {}
+    reductions = (("mean", {}), ("sum", {"divisor": 3.0} if "divisor" in parameters(name) else {}))
+    for way, (reduction, more) in itertools.product(ways(name, given), reductions):
+        results = results_of(name, given | way | {"reduction": reduction, **more})
         assert results[0].isnan() if reduction == "mean" else results[0] == 0
-        assert not any(grad.any() for grad in gradients(results, given)) or reduction == "mean"
+        assert not any(grad.any() for grad in gradients(results, given))
 
 
 @each()

@@ -77,7 +77,6 @@ def relative(found, wanted):
 
 def test_float16_with_a_loss_scaler():
     """One over 32768 rows, times a probability of one in 128256, is zero in float16."""
-    torch.manual_seed(0)
     rows, features, classes = 32768, 512, 128256
     h = torch.randn(rows, features, device="cuda")
     w = torch.randn(classes, features, device="cuda") * 0.05
@@ -112,7 +111,6 @@ def test_float16_with_a_loss_scaler():
 
 @pytest.mark.parametrize("chunk_rows", [None, 70000], ids=["in all", "in one chunk"])
 def test_more_than_two_to_the_31_logits(chunk_rows):
-    torch.manual_seed(0)
     rows, features, classes = 70000, 64, 32768
     h = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(classes, features, device="cuda", dtype=torch.bfloat16) * 0.2
@@ -184,14 +182,6 @@ def test_on_another_device_than_the_current():
             assert_linear(loss, grads, expected)
 
 
-@pytest.fixture
-def unwritten_is_nan():
-    """Memory that nothing has written holds NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 OPEN_ENDED = {
     "outputs": lambda h, w, t: xent_ops.linear_cross_entropy_outputs(h, w, t, chunk_rows=256, skip_ignored=True),
     "log-probabilities": lambda h, w, t: xent_ops.linear_token_log_probs(h, w, t, chunk_rows=256, skip_ignored=True),
@@ -206,9 +196,10 @@ OPEN_ENDED = {
 }
 
 
+@pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("function", OPEN_ENDED)
-def test_rows_that_no_product_makes_reach_no_gradient(function, unwritten_is_nan):
+def test_rows_that_no_product_makes_reach_no_gradient(function):
     """Gradients of all rows are passed in, those that were skipped too."""
     h, w, _, target, _ = batch(0, 700, 1000, 96)
     grads = []

@@ -10,7 +10,6 @@ from helpers.heads import random_head
 import xent_ops
 
 V = 30
-OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 0.1, "softcap": 5.0}
 
 
 def problem(device, dtype=torch.float64):

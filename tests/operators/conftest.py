@@ -1,4 +1,4 @@
-"""The kernels that the tests of operators run on, and what new memory holds."""
+"""The kernels that the tests of operators run on."""
 
 from types import SimpleNamespace
 
@@ -25,11 +25,3 @@ def kernels(request, device):
     from xent_ops.kernels.ascend.launch import LAUNCHERS
 
     return FlatOptions(SimpleNamespace(**LAUNCHERS))
-
-
-@pytest.fixture
-def new_memory_is_nan():
-    """torch.empty and its kin return NaN, so that a test sees what was read before it was written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)

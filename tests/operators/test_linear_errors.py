@@ -12,7 +12,6 @@ from helpers.samples import contract_of
 import xent_ops
 
 ops = torch.ops.xent
-INF = float("inf")
 SIZES = {"in_features": 5, "num_classes": 9}
 
 
@@ -178,7 +177,11 @@ def test_class_probabilities(name):
     x, head, target = inputs()
     probabilities = torch.full((*target.shape, 9), 1 / 9)
     dtype = r"torch\.float32; expected one of int64"  # several classes a row have as many dimensions
-    words = rf"target has dtype {dtype}" if name == "linear_token_log_probs" else "class probabilities need all logits"
+    words = (
+        rf"target has dtype {dtype}"
+        if name == "linear_token_log_probs"
+        else "need all logits. Call xent_ops.cross_entropy"
+    )
     with pytest.raises(TypeError, match=words):
         getattr(xent_ops, name)(x, head, probabilities)
     with pytest.raises(TypeError, match=rf"target has dtype {dtype}"):

@@ -154,38 +154,6 @@ def test_extreme_options(device, dtype, extreme):
         assert_same(both(x, head, target, bias, **extreme, **options), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [0.0, 0.1])
-def test_without_a_counted_row(device, dtype, scale):
-    """The mean of nothing is NaN, its gradients are zeros."""
-    x, head, _, bias = inputs(device, dtype)
-    target = torch.full((6,), -100, device=device)
-    for options in WAYS:
-        value, *grads = both(x, head, target, bias, lse_square_scale=scale, **options)[0]
-        assert value.isnan().all() if options["reduction"] == "mean" else not value.any()
-        assert not any(grad.any() for grad in grads)
-    for reduction in ("mean", "sum"):
-        x[:] = NAN
-        loss = xent_ops.linear_cross_entropy(x.requires_grad_(), head, target, reduction=reduction)
-        assert loss.isnan() == (reduction == "mean")
-        assert not torch.autograd.grad(loss, x)[0].any()
-        x = x.detach()
-
-
-def test_other_outputs_of_ignored_rows(device):
-    x, head, target, _ = inputs(device)
-    x[2] = NAN
-    x.requires_grad_()
-    out = xent_ops.linear_cross_entropy_outputs(x, head, target, lse_square_scale=0.1, chunk_rows=2)
-    assert out.predictions[2] == -1 and out.loss.isfinite() and out.accuracy.isfinite()
-    (grad,) = torch.autograd.grad(out.loss, x)
-    assert grad.isfinite().all() and not grad[2].any()
-    found = xent_ops.linear_token_log_probs(x, head, target, chunk_rows=2)
-    assert found.log_probs[2] == 0 and found.entropy[2] == 0
-    (grad,) = torch.autograd.grad((found.log_probs + found.entropy).sum(), x)
-    assert grad.isfinite().all() and not grad[2].any()
-
-
 def test_second_derivatives_without_features(device):
     x, head, target, bias = inputs(device)
     leaves = [tensor.requires_grad_() for tensor in (x[:, :0], head[:, :0], bias)]
