@@ -6,16 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
+from ..head.loop import HeadSlice
 from ..linear_call import LinearCall
-from ..ops import checks, transforms
+from ..ops import checks, rules, transforms
 from ..ops.dtensors import refuse_dtensor
-from ..ops.library import refuse
-from ..ops.linear import checks as linear_checks
+from ..ops.library import OPERATORS, refuse
 from . import parts
 from .groups import Ranks
 from .pipelined import is_pipelined
 
 NAMES = ("weight_shard", "bias_shard")
+CALLED = dict(zip(("linear_weight", "linear_bias"), NAMES, strict=True))  # what callers call operators' arguments
 
 
 def bind_shard(
@@ -38,7 +39,7 @@ def bind_shard(
     checks.token_weight(call.token_weight, call.target)
     call = call.in_autocast_dtype()
     target, input, head = call.target, call.input, call.head
-    linear_checks.head(input, head.weight, head.bias, head.accumulate_dtype, head.chunking, NAMES)
+    _check_head(input, head)
     shard_range = parts.shard_range(head.weight.shape[0], num_classes, class_start, ranks)
     split = _split_dimension(input, target, ranks.world) if sequence_parallel and ranks.world > 1 else None
     if transforms.is_traced():  # the operators of chunks refuse the rest
@@ -58,6 +59,16 @@ def bind_shard(
     if check:
         check_values(call)
     return call
+
+
+def _check_head(input: Tensor, head: HeadSlice) -> None:
+    """A slice may be empty."""
+    contract = OPERATORS["linear_cross_entropy_backward"].contract
+    tensors = {"input": input, "linear_weight": head.weight, "linear_bias": head.bias}
+    options = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords()}
+    call = contract.blank(**tensors, num_classes=1, **options)
+    contract.check_tensors(call, CALLED)
+    rules.chunking(call)
 
 
 def check_values(call: LinearCall) -> None:

@@ -11,13 +11,13 @@ from ..divergence_function import bind_teacher
 from ..head.divergence_chunk import TeacherHead
 from ..kernels.divergences import Divergences
 from ..linear_call import LinearCall, bind
-from ..ops import checks, distillation_arguments, transforms
+from ..ops import checks, distillation_arguments, distillation_checks, transforms
 from ..ops.dtensors import only_plain_tensors
-from ..ops.linear import checks as linear_checks
-from .bound import NAMES, bind_shard
+from ..ops.library import OPERATORS
+from .bound import CALLED, NAMES, bind_shard
 from .groups import Ranks
 
-_TEACHER = ("teacher_weight_shard", "teacher_bias_shard")
+_CALLED = {**CALLED, "teacher_weight": "teacher_weight_shard", "teacher_bias": "teacher_bias_shard"}
 
 
 def bind_two_heads(
@@ -56,12 +56,22 @@ def bind_two_heads(
         rows_of = (teacher_head.teacher_input.shape[:-1], call.input.shape[:-1])
         checks.same_shape("rows of teacher_input", *rows_of, "those of the input")
     else:
-        head, rows_of_rank = call.head, call.target
-        if call.sequence_dim is not None:
-            rows_of_rank = rows_of_rank.new_empty(()).expand(call.input.shape[:-1])
-        student_head, start = (call.input, head.weight, head.bias), head.shard_range[0]
-        linear_checks.two_heads(student_head, rows_of_rank, teacher_head, spec, start, NAMES, _TEACHER)
+        _check_heads(call, teacher_head, spec)
     return call, teacher_head, spec
+
+
+def _check_heads(call: LinearCall, teacher: TeacherHead, spec: Divergences) -> None:
+    head, target, start = call.head, call.target, call.head.shard_range[0]
+    if call.sequence_dim is not None:
+        target = target.new_empty(()).expand(call.input.shape[:-1])
+    tensors = {"input": call.input, "linear_weight": head.weight, "linear_bias": head.bias, "target": target}
+    contract = OPERATORS["linear_divergences_chunk"].contract
+    slices = contract.blank(**tensors, **teacher._asdict(), class_start=start, num_classes=spec.num_classes)
+    contract.check_tensors(slices, _CALLED)
+    distillation_checks.options(spec, call.input, teacher.teacher_input)
+    classes = teacher.teacher_weight if teacher.classes is None else teacher.classes
+    names = (_CALLED["linear_weight"], _CALLED["teacher_weight"])
+    distillation_checks.slices(spec, start, head.weight.shape[0], classes.shape[0], names)
 
 
 def _rows(input: Any, row_tensors: Sequence[Any], world: int, reduction: Any) -> Sequence[int] | None:

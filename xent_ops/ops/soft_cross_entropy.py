@@ -15,10 +15,6 @@ from .formulas import Gradients, autograd, needs_grad, run_backward, save_for, s
 from .library import operator
 from .second_order import differentiate_call, save_all
 
-GRAD_LOSS = {
-    "grad_loss": ("float", "...", "one value for each row of the logits"),
-}
-
 
 def check_values(call: Call) -> None:
     if getattr(call, "check_target", True):
@@ -61,7 +57,7 @@ autograd("soft_cross_entropy_forward", _backward, _save)
 operator(
     "soft_cross_entropy_backward",
     reference=reference_soft.soft_cross_entropy_backward,
-    arguments=GRAD_LOSS,
+    arguments={"grad_loss": ("float", "...", "one value for each row of the logits")},
     ascend=True,
 )
 autograd("soft_cross_entropy_backward", _second_backward, save_all)

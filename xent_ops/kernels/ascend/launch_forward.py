@@ -16,15 +16,17 @@ from .common import features, indices, launch, launcher
 from .forward import forward_kernel
 
 
-def _forward(
+@launcher
+def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
-    weight: Tensor | None,
-    options: RowOptions,
-    *,
+    weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    batch_invariant: bool = False,  # a program computes whole rows in any case
     skip_ignored: bool = False,
+    *,
+    options: RowOptions = DEFAULTS,
 ) -> tuple[Tensor, ...]:
     classes, itemsize = logits.shape[-1], logits.element_size()
     loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
@@ -50,23 +52,6 @@ def _forward(
         **flags,
         BLOCK=configs.block(classes, configs.forward_bytes(itemsize, **flags)),
     )
-    return loss, lse, argmax, entropy, lse_low
-
-
-@launcher
-def cross_entropy_forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    with_argmax: bool = False,
-    with_entropy: bool = False,
-    batch_invariant: bool = False,  # a program computes whole rows in any case
-    skip_ignored: bool = False,
-    *,
-    options: RowOptions = DEFAULTS,
-) -> tuple[Tensor, ...]:
-    flags = {"with_argmax": with_argmax, "with_entropy": with_entropy, "skip_ignored": skip_ignored}
-    loss, lse, argmax, entropy, lse_low = _forward(logits, target, weight, options, **flags)
     if skip_ignored and with_argmax:  # the kernel fills in the rest
         argmax = torch.where(is_counted(target, options.ignore_index), argmax, -1)
     return loss, lse, argmax, entropy, lse_low

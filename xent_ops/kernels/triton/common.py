@@ -134,14 +134,13 @@ class RowLayout(NamedTuple):
     number: int
     strides: Strides
     as_rows: Callable[[Tensor], Tensor]  # copies if the rows need more than two strides
-    copied: bool
 
 
 def row_layout(tensor: Tensor) -> RowLayout:
     # On the meta device: the first stage makes no copy.
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     view = rows(like)
-    return RowLayout(view.number, view[2:], rows_like(like, view), view.tensor is not like)
+    return RowLayout(view.number, view[2:], rows_like(like, view))
 
 
 def front_strides(strides: Strides, logits: Tensor, grad_dtype: torch.dtype | None) -> Strides:

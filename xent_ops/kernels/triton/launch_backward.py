@@ -47,7 +47,7 @@ def cross_entropy_backward(
     padded = shard and columns < width
     if padded:
         logits = logits[..., :columns]
-    number, strides, as_rows, _ = row_layout(logits)
+    number, strides, as_rows = row_layout(logits)
     if size_hint(logits.numel()) == 0:
 
         def write_zeros(gradient: Tensor, *_: Any) -> None:

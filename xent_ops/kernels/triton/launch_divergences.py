@@ -54,8 +54,8 @@ class _Call:
         grad_scale: Tensor | None = None,
         hard_weight: float = 0.0,
     ) -> None:
-        number, strides, self.rows, _ = row_layout(logits)
-        _, teacher_strides, self.teacher_rows, _ = row_layout(teacher_logits)
+        number, strides, self.rows = row_layout(logits)
+        _, teacher_strides, self.teacher_rows = row_layout(teacher_logits)
         self.target = dense_like(target)
         self.empty = size_hint(number) == 0
         width, classes = logits.shape[-1], spec.columns(logits, class_start)

@@ -140,7 +140,7 @@ def ids_grad_(
     options: RowOptions = DEFAULTS,
 ) -> Run:
     layout = row_layout(grad_logits)
-    number, strides, as_rows, _ = layout
+    number, strides, as_rows = layout
     if size_hint(number) == 0 or grad_logits.shape[-1] == 0:
         return lambda *_: None
     ids_per_row = ids.shape[-1]

@@ -35,7 +35,7 @@ def cross_entropy_shard(
     columns = columns_of(logits.shape[-1], class_start, num_classes)
     if batch_invariant:
         logits = logits[..., :columns]  # the stride of a single row is its number of columns
-    number, strides, as_rows, _ = row_layout(logits)
+    number, strides, as_rows = row_layout(logits)
     empty = size_hint(number) == 0
     itemsize, weighted = logits.element_size(), weight is not None
     border = edges(columns, itemsize, strides)

@@ -37,7 +37,7 @@ def soft_cross_entropy_forward(
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
-    (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
+    (number, strides, as_rows), (_, target_strides, as_targets) = row_layout(logits), row_layout(target)
     empty = size_hint(number) == 0
     launch = Launch(
         soft_forward_kernel,
@@ -70,7 +70,7 @@ def soft_cross_entropy_backward(
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
-    (number, strides, as_rows, _), (_, target_strides, as_targets, _) = row_layout(logits), row_layout(target)
+    (number, strides, as_rows), (_, target_strides, as_targets) = row_layout(logits), row_layout(target)
     empty = size_hint(number) == 0
     as_grad_loss, grad_loss_stride = per_row_like(grad_loss)
     as_grad_lse, grad_lse_stride = per_row_like(grad_lse)

@@ -34,7 +34,7 @@ def top_k(
     *,
     options: RowOptions = DEFAULTS,
 ) -> Run:
-    classes, (number, strides, as_rows, _) = logits.shape[-1], row_layout(logits)
+    classes, (number, strides, as_rows) = logits.shape[-1], row_layout(logits)
     if size_hint(number) == 0 or logits.dtype == torch.float64:
         return functools.partial(reference_top_k.top_k, options=options)
     block, order = reference_top_k.block_of(classes, k), {"INCREASING": options.is_increasing}

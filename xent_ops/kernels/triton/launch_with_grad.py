@@ -112,7 +112,7 @@ def _prepare_shared(call: _Call) -> Kernel | None:
 
 def _prepare_launch(call: _Call, shared: configs.Shared | None) -> Kernel:
     """A launch of one kernel, from with_grad_shared.py or with_grad.py."""
-    logits, (number, strides, _, _), out_strides = call.logits, call.layout, call.out_strides
+    logits, (number, strides, _), out_strides = call.logits, call.layout, call.out_strides
     classes, itemsize, weighted = logits.shape[-1], logits.element_size(), call.weight is not None
     options = call.options
     as_scale, scale_stride = per_row_like(call.grad_scale)
@@ -256,7 +256,7 @@ def cross_entropy_with_grad(
 
 @launcher
 def scale_grad_(grad: Tensor, factor: Tensor) -> Run:
-    number, strides, as_rows, _ = row_layout(grad)
+    number, strides, as_rows = row_layout(grad)
     if size_hint(number) == 0:
         return lambda _grad, _factor: None
     classes = grad.shape[-1]
