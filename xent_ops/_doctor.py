@@ -130,10 +130,6 @@ def _slow_cpu() -> str | None:
     )
 
 
-def _interpreted() -> str:
-    return "TRITON_INTERPRET is set: a process with a GPU would run Triton kernels a thousand times slower"
-
-
 def _library() -> tuple[str, str | None]:
     """The library for processes without Python, and its problem if there is one."""
     if not _extension.LIBRARY.exists():
@@ -243,7 +239,9 @@ def main(arguments: argparse.Namespace) -> int:
     problems += ["TRITON_INTERPRET is set on a machine with a GPU"] if gpus and interpreted else []
     problems += [each["problem"] and f"{each['device']}, {each['way']}: {each['problem']}" for each in checks]
     wrong = [problem for problem in problems if problem]
-    notes = [note for note in (_slow_cpu(), _interpreted() if interpreted and not gpus else None) if note]
+    notes = [note] if (note := _slow_cpu()) else []
+    if interpreted and not gpus:
+        notes.append("TRITON_INTERPRET is set: a process with a GPU would run Triton kernels a thousand times slower")
     notes += [f"torch {torch.__version__} does not serve {what}: {cost}" for what, cost in LEFT_OUT.items()]
     notes += [f"batch_invariant=True, {name}: {what}" for name, what in row_bits.items() if what.startswith("NOT SO")]
     everything = "Nothing is wrong, but:" if notes else "Everything is right."

@@ -10,6 +10,8 @@ import xent_ops
 from xent_ops.kernels import reference_ids
 
 N, H, V, K = 9, 5, 13, 4
+OPTIONS = {"plain": {}, "softcap": {"softcap": 3.0, "logit_scale": 0.7}, "negative": {"logit_scale": -1.5}}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def problem(device, dtype=torch.float64):
@@ -19,11 +21,16 @@ def problem(device, dtype=torch.float64):
     ids = torch.rand(N, V, generator=generator).topk(K).indices
     ids[0, 1], ids[2], ids[3, 1:], ids[4, 0] = ids[0, 0], -100, -100, -100
     leaves = [tensor.to(device, dtype).requires_grad_() for tensor in tensors]
-    return *leaves, ids.to(device)
+    return *leaves, ids.to(device), (torch.rand(N, K, generator=generator, dtype=torch.float64) / K).to(device)
+
+
+def activated(logits, softcap=None, logit_scale=1.0):
+    z = logits * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def test_there_is_no_second_derivative(device):
-    x, head, bias, ids = problem(device)
+    x, head, bias, ids, _ = problem(device)
     total = xent_ops.token_log_probs(F.linear(x, head, bias), ids).log_probs.sum()
     (grad,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"of several classes a row, .* has no second derivative"):
@@ -77,7 +84,7 @@ def test_masked_classes(device):
 
 
 def test_errors(device):
-    x, head, _, ids = problem(device, torch.float32)
+    x, head, _, ids, _ = problem(device, torch.float32)
     for text, refused in (
         ("no class a row", lambda: xent_ops.linear_token_log_probs(x, head, ids[:, :0])),
         (r"ids has shape \(8, 4\); expected \(9, 4\), K classes", lambda: xent_ops.linear_token_log_probs(x, head, ids[:8])),
@@ -89,7 +96,7 @@ def test_errors(device):
 
 def test_ids_out_of_range(device):
     """An IndexError on a CPU; on a GPU NaN in their rows, in the loss and in the gradient."""
-    x, head, _, ids = problem(device, torch.float32)
+    x, head, _, ids, _ = problem(device, torch.float32)
     ids[1, 2] = V
     if device == "cpu":
         for call in (

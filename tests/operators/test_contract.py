@@ -53,6 +53,11 @@ linear_divergences_chunk: input; H=input V=linear_weight G=teacher_input T=teach
 linear_divergences_chunk_grad_: logits; V=linear_weight H=linear_weight; target target logits
 linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
 linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
+cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
+cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start
+cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
+soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
+soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
 row_targets: ids; K=ids; no rule
 ids_forward: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
 mask_ids_: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
@@ -61,11 +66,6 @@ token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap lo
 token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
 linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
 linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy grad_ids mask_ids output_mask
-cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
-cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start
-cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
-soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
-soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
 top_k: logits; V=logits; logit_scale logits
 linear_top_k: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale input
 top_k_distillation: ids; K=ids; token_weight lse_square_scale""",

@@ -1,5 +1,7 @@
 """Distillation of given logits: values of the operators. test_distillation_special.py has numbers that are not ordinary."""
 
+import math
+
 import pytest
 import torch
 from fixed_losses import backward, backward_, fixed, forward, with_grad, with_grad_
@@ -10,7 +12,7 @@ from xent_ops.testing import assert_distillation, distillation_oracle, realistic
 
 pytestmark = pytest.mark.interpreter
 
-BETAS = (0.0, 0.25, 0.875, 1.0)
+INF, BETAS = math.inf, (0.0, 0.25, 0.875, 1.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Exactly representable: the interpreter hands kernels a Python float as float32.
 OPTIONS = {

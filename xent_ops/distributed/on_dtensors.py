@@ -215,7 +215,7 @@ def _backward(name: str, at: Layout, call: Call) -> Any:
     values = _slice(at, call)
     if call.weight is not None:
         weight, ignore_index = call.weight.to(call.lse.dtype), call.ignore_index
-        at_target = reductions.target_weights(call.target, weight, at.num_classes, ignore_index, weight.dtype)
+        at_target = reductions.target_weights(call.target, weight, ignore_index, weight.dtype)
         coefficient = torch.lerp(at_target, weight.mean(), call.label_smoothing)
         values["lse_coefficient"] = torch.where(reference.is_counted(call.target, ignore_index), coefficient, 0.0)
     grads = run(name, values)

@@ -55,14 +55,33 @@ def chunk(
     """(the packed statistics of this rank, the logits). Rows after the count may have logits of 0."""
     head, bias, weight, _ = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     logits = (padded or padded_logits)(input, head, bias, count, logits_dtype)
-    columns, at_ids = head.shape[0], None
-    if ids is not None and mask_ids:
-        at_ids, logits = writer.mask_columns(logits, columns, ids, (class_start, num_classes), options)
-    elif ids is not None:
-        class_logits = first_columns(logits, columns)
-        at_ids = _ops.ids_forward(class_logits, ids, class_start, num_classes, **options.keywords())
-    slice_args = (first_columns(logits, columns), target, class_start, num_classes, weight)
-    return chunk_statistics(*slice_args, with_entropy, at_ids, ids if mask_ids else None, options), logits
+    columns, at_ids, keywords = head.shape[0], None, options.keywords()
+    masked_ids = ids if mask_ids else None
+    if masked_ids is not None:
+        at_ids, logits = writer.mask_columns(logits, columns, masked_ids, (class_start, num_classes), options)
+    class_logits = first_columns(logits, columns)
+    if ids is not None and not mask_ids:
+        at_ids = _ops.ids_forward(class_logits, ids, class_start, num_classes, **keywords)
+    if num_classes is None:
+        loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(
+            class_logits, target, weight, False, with_entropy, **keywords
+        )
+        if masked_ids is not None:
+            lse = reference_ids.lse_of_others(lse, masked_ids, columns, options=options)
+        rows = [value.unsqueeze(0) for value in (loss, lse, lse_low)]
+        rows += [entropy.unsqueeze(0)] if with_entropy else []
+        return torch.cat(rows if at_ids is None else [*rows, at_ids.t()]), logits
+    slice_args = (class_logits, target, class_start, num_classes, weight)
+    if masked_ids is not None and columns > 0:
+        lse, *other_statistics = statistics_by_lse(class_logits, target, class_start, False, options)
+        ids_args = (masked_ids, columns, class_start, num_classes)
+        statistics = (reference_ids.lse_of_others(lse, *ids_args, options=options), *other_statistics)
+        packed = pack_statistics(statistics, class_start, columns, weight, False)
+    elif with_entropy:
+        packed = pack_statistics(rank_statistics(*slice_args, True, options), class_start, columns, weight, True)
+    else:
+        packed = _ops.cross_entropy_shard(*slice_args, **keywords)
+    return packed if at_ids is None else torch.cat([packed, at_ids.t().reshape(1, -1)], 1), logits
 
 
 def padded_logits(
@@ -85,42 +104,6 @@ def padded_logits(
     if class_logits is not logits:
         logits[:, columns:].zero_()  # an operator must not return memory that nobody wrote
     return logits
-
-
-def chunk_statistics(
-    logits: Tensor,  # (n, columns)
-    target: Tensor,
-    class_start: int,
-    num_classes: int | None,
-    weight: Tensor | None,
-    with_entropy: bool,
-    at_ids: Tensor | None,
-    masked_ids: Tensor | None,
-    options: RowOptions,
-) -> Tensor:
-    """The packed statistics of this rank."""
-    ids_rows = None if at_ids is None else at_ids.t()  # they are packed last
-    if num_classes is None:
-        loss, lse, _, entropy, lse_low = _ops.cross_entropy_forward(
-            logits, target, weight, False, with_entropy, **options.keywords()
-        )
-        if masked_ids is not None:
-            lse = reference_ids.lse_of_others(lse, masked_ids, logits.shape[1], options=options)
-        columns = (loss, lse, lse_low, entropy) if with_entropy else (loss, lse, lse_low)
-        rows = [value.unsqueeze(0) for value in columns]
-        return torch.cat(rows if ids_rows is None else [*rows, ids_rows])
-    slice_args = (logits, target, class_start, num_classes, weight)
-    if masked_ids is not None and logits.shape[1] > 0:
-        lse, *other_statistics = statistics_by_lse(logits, target, class_start, False, options)
-        ids_args = (masked_ids, logits.shape[1], class_start, num_classes)
-        statistics = (reference_ids.lse_of_others(lse, *ids_args, options=options), *other_statistics)
-        packed = pack_statistics(statistics, class_start, logits.shape[1], weight, False)
-    elif with_entropy:
-        with_entropies = rank_statistics(*slice_args, True, options)
-        packed = pack_statistics(with_entropies, class_start, logits.shape[1], weight, True)
-    else:
-        packed = _ops.cross_entropy_shard(*slice_args, **options.keywords())
-    return packed if ids_rows is None else torch.cat([packed, ids_rows.reshape(1, -1)], 1)
 
 
 def chunk_grad_(

@@ -105,7 +105,6 @@ def divisors_and_factors(
     row_args = (target, weight, token_weight, divisor)
     divisors, scale, square = _ops.row_divisors(*row_args, dtype=dtype, **loss.reduction_keywords())
     if input.dtype == torch.float16:
-        classes = 1 if weight is None else weight.shape[0]
-        split = float16.split_loss(input.dtype, divisors, target, token_weight, weight, classes, loss)
+        split = float16.split_loss(input.dtype, divisors, target, token_weight, weight, loss)
         return divisors, reductions.row_factors(split.divisors, target, split.token_weight, loss), split.shares
     return divisors, (scale, None if loss.lse_square_scale == 0.0 else square), None

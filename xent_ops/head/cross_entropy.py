@@ -94,8 +94,7 @@ def gradients(
     lses, entropies, lse_coefficients, lse_lows = (
         None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, lse_coefficient, lse_low)
     )
-    row_args = (input.dtype, grads, indices, head.shape[0], options, weight, lse_coefficients)
-    factors, row_grads = float16.split_grads(*row_args)
+    factors, row_grads = float16.split_grads(input.dtype, grads, indices, options, weight, lse_coefficients)
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     slice_args = (class_start, num_classes, products.grad_dtype)
 

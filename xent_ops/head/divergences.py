@@ -190,8 +190,7 @@ def gradients(
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
     rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
     indices, grad_rows = rows.indices(), torch.stack([rows.pack(grad) for grad in grad_values.to(dtype).unbind()], -1)
-    split_args = (input.dtype, [grad_rows, None, None], indices, linear_weight.shape[0], spec.options)
-    factors, (upstream, *_) = float16.split_grads(*split_args)
+    factors, (upstream, *_) = float16.split_grads(input.dtype, [grad_rows, None, None], indices, spec.options)
 
     def visit(
         logits: Tensor, teacher_logits: Tensor, target: Tensor, grads: Tensor, *statistics: Tensor

@@ -47,7 +47,6 @@ def split_loss(
     target: Tensor,
     token_weight: Tensor | None = None,
     weight: Tensor | None = None,
-    classes: int = 1,
     loss: LossOptions = DEFAULT_LOSS,
     row_weight: Tensor | None = None,
 ) -> Split:
@@ -61,7 +60,7 @@ def split_loss(
     row_weight, flat_weight = (None if one is None else one.reshape(-1) for one in (row_weight, token_weight))
     factors = reductions.row_factors(divisors, rows, flat_weight, loss)
     grads = [None if one is None else one.expand(rows.shape) for one in factors]
-    numbers = magnitudes(rows, weight, row_weight, classes, options, *grads)
+    numbers = magnitudes(rows, weight, row_weight, options, *grads)
     if token_weight is None and weight is None and row_weight is None:
         factor = largest(numbers)
         return Split(divisors * factor, None, factor.reciprocal())
@@ -81,7 +80,6 @@ def magnitudes(
     target: Tensor,
     weight: Tensor | None,
     lse_coefficient: Tensor | None,
-    classes: int,
     options: RowOptions,
     grad_loss: Any,
     *grads: Tensor | None,
@@ -96,7 +94,7 @@ def magnitudes(
     if lse_coefficient is not None:
         loss_grads = loss_grads * lse_coefficient
     elif weight is not None:
-        target_weights = reductions.target_weights(target, weight, classes, options.ignore_index, grad_loss.dtype)
+        target_weights = reductions.target_weights(target, weight, options.ignore_index, grad_loss.dtype)
         if options.label_smoothing > 0.0:
             mean = weight.to(grad_loss.dtype).abs().mean()
             target_weights = torch.lerp(target_weights.abs(), mean, options.label_smoothing)
@@ -130,7 +128,6 @@ def split_grads(
     dtype: torch.dtype,
     grads: Sequence[Tensor | None],
     target: Tensor,
-    classes: int,
     options: RowOptions,
     weight: Tensor | None = None,
     lse_coefficient: Tensor | None = None,
@@ -146,6 +143,6 @@ def split_grads(
         grad_entropy = torch.where(reference.is_counted(target, options.ignore_index), grad_entropy, 0.0)
     grads = (grad_loss, grad_lse, grad_entropy)
     row_grads = [grad if grad is None or grad.dim() == 1 else grad.abs().amax(-1) for grad in grads]
-    taken = row_factors(magnitudes(target, weight, lse_coefficient, classes, options, *row_grads))
+    taken = row_factors(magnitudes(target, weight, lse_coefficient, options, *row_grads))
     divided = [None if grad is None else grad / taken.rows.view(-1, *(1,) * (grad.dim() - 1)) for grad in grads]
     return taken, divided

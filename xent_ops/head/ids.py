@@ -138,7 +138,7 @@ def gradients(
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
     values = [None if value is None else rows.pack(value) for value in (at_ids, lse, entropy)]
-    factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), head.shape[0], options)
+    factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), options)
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
     gradient_options |= {"class_start": class_start, "num_classes": num_classes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -134,15 +133,17 @@ class Products(InPlace):
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(the chunk's rows, their logits). The caller may overwrite the logits. Without rows: one empty chunk."""
-        number, classes = self.rows.number, self.head.shape[0]
+        number, columns = self.rows.number, self._columns()
         chunks, size = max(-(-size_hint(number) // self.size), 1), self.size
         if symbolic(number):  # in a package: the same number of chunks for every number of rows
             size = -(-number // chunks)
         # The counting kernels leave rows unwritten that forward operators read, even if these only mask the result.
         new = torch.empty if self.kernels is None or any(self.mask) else torch.zeros
-        new_logits = functools.partial(new, device=self.all_input.device)
-        memory = logits_memory(new_logits, size, self._columns(), self.logits_dtype)
-        memory = first_columns(memory, classes)
+        shape = (size, padded_classes(columns, self.logits_dtype))
+        memory = new(shape, dtype=self.logits_dtype, device=self.all_input.device)
+        if memory.device.type == "cpu":  # see padded_classes
+            memory[:, columns:].zero_()
+        memory = first_columns(memory, self.head.shape[0])
         for self.index in range(chunks):
             start, stop = (torch.sym_min(index * size, number) for index in (self.index, self.index + 1))
             chunk = slice(start, stop)
@@ -217,14 +218,6 @@ class Products(InPlace):
 def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The results of all chunks, one after the other. That of a single chunk is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
-def logits_memory(new: Callable[..., Tensor], rows: int, classes: int, dtype: torch.dtype) -> Tensor:
-    """Memory (rows, padded_classes). ``new`` allocates it."""
-    padded = new((rows, padded_classes(classes, dtype)), dtype=dtype)
-    if padded.device.type == "cpu":  # see padded_classes
-        padded[:, classes:].zero_()
-    return padded
 
 
 def gradient_in(logits: Tensor, dtype: torch.dtype | None) -> Tensor:

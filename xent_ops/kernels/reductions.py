@@ -18,11 +18,9 @@ from .reference import (
 )
 
 
-def target_weights(
-    target: Tensor, weight: Tensor | None, classes: int, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
+def target_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """(...): the class weight of each row's target, 1 without class weights; 0 in ignored rows."""
-    index, counted, invalid = gather_target(target, classes, ignore_index)
+    index, counted, invalid = gather_target(target, 1 if weight is None else weight.shape[0], ignore_index)
     if weight is None:
         return counted.to(dtype)
     return torch.where(counted & ~invalid, weights_at(weight.to(dtype), index), 0.0)
@@ -45,13 +43,6 @@ def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_w
 def times(values: Tensor, factors: Tensor | None) -> Tensor:
     """The values of rows times their ``counted_weights``; 0 where the weight is 0, even if the value is NaN."""
     return values if factors is None else torch.where(factors == 0.0, 0.0, values * factors)
-
-
-def z_losses(lse: Tensor, target: Tensor, ignore_index: int, lse_square_scale: float) -> Tensor:
-    """(...): the z-loss of each row, 0 in ignored rows."""
-    # Masked before the square: a padding row may hold any value, and the gradient of inf^2 * 0 is NaN.
-    counted = is_counted(target, ignore_index)
-    return lse_square_scale * torch.where(counted, lse, 0.0).square()
 
 
 class Reduced(NamedTuple):
@@ -78,7 +69,9 @@ def reduce_rows(
         factors = counted_weights(token_weight, target, ignore_index, row_loss.dtype)
     row_loss, z_loss = times(row_loss, factors), None
     if loss.lse_square_scale != 0.0:
-        z_loss = times(z_losses(lse, target, ignore_index, loss.lse_square_scale), factors)
+        # Masked before the square: a padding row may hold any value, and the gradient of inf^2 * 0 is NaN.
+        squares = torch.where(is_counted(target, ignore_index), lse, 0.0).square()
+        z_loss = times(loss.lse_square_scale * squares, factors)
     if loss.reduction != "none":
         row_loss = row_loss.sum()
         z_loss = None if z_loss is None else z_loss.sum()
@@ -99,9 +92,8 @@ def divisors_of(
 ) -> Tensor:
     """(2,): what a mean or a sum and its z-loss are divided by. A sum is divided by ``divisor``, or by one."""
     if loss.reduction == "mean":
-        ignore_index, classes = loss.row_options.ignore_index, 1 if weight is None else weight.shape[0]
-        weights = target_weights(target, weight, classes, ignore_index, dtype)
-        return divisor_of(weights, target, ignore_index, token_weight)
+        ignore_index = loss.row_options.ignore_index
+        return divisor_of(target_weights(target, weight, ignore_index, dtype), target, ignore_index, token_weight)
     if divisor is None:
         return target.new_ones(2, dtype=dtype)
     return divisor.to(dtype).expand(2).contiguous()

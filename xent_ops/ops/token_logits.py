@@ -1,7 +1,8 @@
-"""Several classes per row, ``ids`` (..., K): x of each, from logits. The backward is one pass over the logits."""
+"""Several classes per row, ``ids`` (..., K): x of each, from logits or a head. Of logits the backward is one pass."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from . import checks
 from .contract import Call
 from .formulas import Gradients, autograd, run_backward, save_for, save_nothing
 from .library import operator
+from .linear.operators import by_name, mask_of
 from .rules import check_targets
 from .second_order import refuse_second_derivatives
 
@@ -31,18 +33,20 @@ def at_least_one_class(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: no class a row; expected (..., K), at least one")
 
 
-def save(backward: str) -> Any:
-    def save_rows(ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        at_ids, lse, entropy = output
-        if not call.with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        save_for(ctx, backward, call, at_ids=at_ids, lse=lse, entropy=entropy if call.with_entropy else None)
-
-    return save_rows
+def _save(backward: str, ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    at_ids, lse, entropy = output
+    if not call.with_entropy:
+        ctx.mark_non_differentiable(entropy)
+    save_for(ctx, backward, call, at_ids=at_ids, lse=lse, entropy=entropy if call.with_entropy else None)
 
 
-def _backward(ctx: Any, grad_ids: Tensor | None, grad_lse: Tensor | None, grad_entropy: Tensor | None) -> Gradients:
+def _backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any) -> Gradients:
     return {"logits": run_backward(ctx, None, grad_ids=grad_ids, grad_lse=grad_lse, grad_entropy=grad_entropy)}
+
+
+def _head_backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any) -> Gradients:
+    mask, grads = mask_of(ctx), {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
+    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
 
 
 operator("row_targets", reference=reference_ids.row_targets, results={"target": ("int64", "...", "")})
@@ -56,7 +60,13 @@ operator(
     check_values=check_targets,
     calls_operators=True,
 )
-autograd("token_logits", _backward, save("token_logits_backward"))
+autograd("token_logits", _backward, functools.partial(_save, "token_logits_backward"))
 
 operator("token_logits_backward", reference=head_ids.gradient, calls_operators=True)
 autograd("token_logits_backward", refuse_second_derivatives, save_nothing)
+
+operator("linear_token_logits", reference=head_ids.statistics, check_values=check_targets, calls_operators=True)
+autograd("linear_token_logits", _head_backward, functools.partial(_save, "linear_token_logits_backward"))
+
+operator("linear_token_logits_backward", reference=head_ids.gradients, calls_operators=True)
+autograd("linear_token_logits_backward", refuse_second_derivatives, save_nothing)

@@ -1,3 +1,3 @@
 """Operators for the head and the loss together (linear cross entropy). They hold a chunk of logits."""
 
-from . import chunk, composite, divergences, operators, shard, token_logits  # noqa: F401 (they register them)
+from . import chunk, composite, divergences, operators, shard  # noqa: F401 (they register them)

@@ -51,8 +51,8 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     results = {"lse": lse, "divisors": divisors, "entropy": None}
     save_for(ctx, "linear_cross_entropy_backward", call, "token_weight", **results)
     loss = LossOptions(as_record(call._asdict())["options"], call.lse_square_scale)
-    tensors = (divisors, call.target, call.token_weight, call.weight)
-    keep_gradients(ctx, call, gradients, split_loss(call.input.dtype, *tensors, call.linear_weight.shape[0], loss))
+    split = split_loss(call.input.dtype, divisors, call.target, call.token_weight, call.weight, loss)
+    keep_gradients(ctx, call, gradients, split)
 
 
 def _with_grad_backward(ctx: Any, grad_value: Any, *grads: Any) -> Gradients:

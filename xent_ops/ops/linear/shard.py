@@ -60,14 +60,6 @@ def _sum_over_ranks(gradient: Tensor, ctx: Any) -> Tensor:
     return total[0] if ctx.scattered else total
 
 
-def _rows_owner(call: Call) -> Tensor:
-    return call.input if call.gathered_input is None else call.gathered_input
-
-
-def _shape_of_ids(call: Call) -> tuple[int, ...]:
-    return (0,) if call.ids is None else call.ids.shape
-
-
 def _gathered_input(call: Call) -> None:
     if call.gathered_input is not None:
         expected = torch.Size((call.gathered_input.shape[0], *call.input.shape))
@@ -90,9 +82,9 @@ operator(
     "linear_cross_entropy_shard_join",
     reference=shard.join,
     arguments={"gathered_input": ("=input", "... H", "the inputs of all ranks")},
-    rows_of=_rows_owner,
+    rows_of=lambda call: call.input if call.gathered_input is None else call.gathered_input,
     rules=(_gathered_input,),
-    results={"at_ids": ("acc", _shape_of_ids, "")},
+    results={"at_ids": ("acc", lambda call: (0,) if call.ids is None else call.ids.shape, "")},
     calls_operators=True,
 )
 autograd("linear_cross_entropy_shard_join", _backward, _save, constants=("weight",))
