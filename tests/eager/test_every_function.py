@@ -76,7 +76,7 @@ def read_all(stats, *rows):
 
 def ways(name, given):
     """Options by which an ignored row comes another way."""
-    found = [{}, {"skip_ignored": True, "chunk_rows": 4}, {"grad_in_forward": True}]
+    found = [{}, {"skip_ignored": True, "chunk_rows": 4}, {"grad_in_forward": True}, {"batch_invariant": True}]
     if "ids" in given:  # the loss of class indices
         found.append({"ids": given["ids"][:, :1], "probs": given["probs"][:, :1]})
     return [way for way in found if {*way} <= {*parameters(name)}]
@@ -178,11 +178,14 @@ def test_inside_a_checkpoint(device, name, label, reentrant):
 
 @each()
 def test_later_backwards(device, name, label):
-    """The same gradients, and those of the loss in two places; once the graph is gone, an error."""
+    """The same gradients, also of one leaf, and those of the loss in two places; once the graph is gone, an error."""
     given = arguments(name, label, device)
     results = results_of(name, given)
-    wanted = gradients(results, given, retain_graph=True)
+    wanted = tuple(grad.clone() for grad in gradients(results, given, retain_graph=True))  # nothing scales these
     torch.testing.assert_close(gradients(results, given, retain_graph=True), wanted)
+    assert not any(grad.any() for grad in gradients(results, given, torch.zeros_like, retain_graph=True))
+    alone = [gradients(results, {key: given[key]}, retain_graph=True) for key in LEAVES if key in given]
+    torch.testing.assert_close(alone, [(grad,) for grad in wanted])
     twice = [2 * value + value.square() for value in results if value.requires_grad]
     found = gradients(twice, given, torch.ones_like, retain_graph=True)
     torch.testing.assert_close(found, gradients(results, given, lambda value: 2 + 2 * value, retain_graph=True))

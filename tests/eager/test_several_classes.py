@@ -10,7 +10,6 @@ import xent_ops
 from xent_ops.kernels import reference_ids
 
 N, H, V, K = 9, 5, 13, 4
-OPTIONS = {"plain": {}, "softcap": {"softcap": 3.0, "logit_scale": 0.7}, "negative": {"logit_scale": -1.5}}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
