@@ -1,18 +1,6 @@
 """Linear cross entropy where each rank holds some rows of the head.
 
-There are two ways. If gradients of a mean or a sum are wanted, pipelined.py takes three products and holds two chunks
-of logits. Otherwise, and with ``pipelined=False``, a step takes four products and holds one chunk of logits:
-
-    forward     a chunk's logits of this rank's classes, their statistics      xent::linear_cross_entropy_shard
-                one all-gather of 3 numbers a row (4 with class weights)
-                the loss and lse of every row                                  xent::linear_cross_entropy_shard_join
-    backward    a chunk's logits again, their gradient over them, both         xent::linear_cross_entropy_backward
-                products of the gradient
-                the sum of grad_input over the ranks: one all-reduce
-
-With ``sequence_parallel`` the input is all-gathered before the first step, and the last step is a reduce-scatter. Every
-collective is a ``_c10d_functional`` node between operators. The gathers run without autograd, because the join's
-formula (ops/linear/shard.py) returns the gradient of the rank's own input, summed over the ranks.
+pipelined.py computes losses with ``pipelined=True``, sharded_rows.py the others. docs/distributed.md has both ways.
 """
 
 from __future__ import annotations

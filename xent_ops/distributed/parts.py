@@ -61,10 +61,7 @@ def all_gather_shard_stats(
 
 
 def all_gather(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """(ranks * n, ...) of each rank's (n, ...), without a gradient.
-
-    Functional collectives are nodes that tracers see and passes move.
-    """
+    """(ranks * n, ...) of each rank's (n, ...), without a gradient."""
     if ranks.world == 1:
         return tensor
     collectives = torch.ops._c10d_functional

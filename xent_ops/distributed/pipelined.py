@@ -32,7 +32,7 @@ from .sharded_rows import RowValues, reduced
 
 
 class Collectives(OneRank):
-    """Functional collectives of a group of ranks: nodes that tracers see."""
+    """Functional collectives of a group of ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.world, self.rank, self.name, self.in_rank_order = ranks.world, ranks.rank, ranks.name, ranks.in_rank_order

@@ -1,4 +1,4 @@
-"""The loss of each row where each rank holds some classes of the head, with one all-gather: see linear.py."""
+"""The loss of each row where each rank holds some classes of the head: two operators and one all-gather."""
 
 from __future__ import annotations
 

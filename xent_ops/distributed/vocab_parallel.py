@@ -1,15 +1,8 @@
 """Cross entropy where each rank holds some columns of the logits.
 
-There is one collective in forward and none in backward. ``xent::cross_entropy_shard`` computes 3 numbers a row (4 with
-class weights) from a rank's columns, one all-gather sends them to every rank, and ``xent::cross_entropy_shard_reduced``
-or ``xent::cross_entropy_shard_join`` computes the loss from them. All ranks read the same numbers in the same order,
-so they get the same bits. The gradient of a shard needs only the lse of the whole vocabulary from other ranks. In a
-compiled graph the collective is a ``_c10d_functional`` node between the operators, which Inductor may overlap and
-reorder. In eager training all of them are one autograd node (function.py). Beyond the logits it needs memory for the
-gradient of the shard and for a few numbers a row.
-
-The loss is the same on every rank. Every rank calls ``backward()`` with the same upstream gradient, and gets the
-gradient of its own columns.
+The operators are those of ops/shard.py, with one all-gather between them. All ranks read the same numbers in the same
+order, so they get the same bits. Every rank calls ``backward()`` with the same upstream gradient. In eager training
+the operators and the all-gather are one autograd node (function.py).
 
 Sources: Megatron-LM's vocab_parallel_cross_entropy; the losses' linearity in (lse, x_t), kernels/reference_shard.py.
 """

@@ -1,7 +1,4 @@
-"""What the operators of one chunk of rows compute for loop.py: ops/linear/chunk.py. Of a whole head, or of a slice.
-
-A chunk's logits (rows, padded_classes) live from its first operator to its last.
-"""
+"""What the operators of one chunk of rows compute for loop.py: ops/linear/chunk.py. Of a whole head, or of a slice."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Row operators for a vocabulary that is split over ranks: the statistics of one shard, and the join of all shards.
 
-No operator communicates. The caller's all-gather (distributed/parts.py) runs between ``cross_entropy_shard`` and the
-join, where every tracer and every pass that moves collectives can see it. ``cross_entropy_shard`` is called on detached
-logits. The join, of rows or reduced, carries the gradient. It takes the logits, but does not read their values. Its
-formula is ``cross_entropy_backward`` of a slice, which needs no collective because it has the lse of the whole
-vocabulary.
+No operator communicates. The caller's all-gather (distributed/parts.py) runs between ``cross_entropy_shard``, which is
+called on detached logits, and the join, where every tracer and every pass that moves collectives can see it. The join,
+of rows or reduced, carries the gradient. It takes the logits, but does not read their values. Its formula is
+``cross_entropy_backward`` of a slice, which needs no collective because it has the lse of the whole vocabulary.
 """
 
 from __future__ import annotations

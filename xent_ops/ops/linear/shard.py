@@ -1,9 +1,8 @@
 """Operators for one rank's slice of the head: its statistics, and the join of all ranks' statistics.
 
-No operator communicates. The caller's all-gather (distributed/linear.py) runs between ``linear_cross_entropy_shard``,
-which is called on detached tensors, and ``linear_cross_entropy_shard_join``, which carries the gradient. The join's
-formula computes the logits again, because they were not kept. Its grad_input is this rank's part of a sum over ranks.
-The formula calls torch's functional collectives for the sum: a node of the backward graph.
+They are called as those of ops/shard.py: by distributed/sharded_rows.py. The join's formula computes the logits again,
+because they were not kept. Its grad_input is this rank's part of a sum over ranks. The formula calls torch's functional
+collectives for the sum: a node of the backward graph.
 """
 
 from __future__ import annotations
