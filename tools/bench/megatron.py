@@ -29,7 +29,8 @@ def model_class() -> Any:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    parallel_state.initialize_model_parallel(dist.get_world_size())
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(dist.get_world_size())
 
     class Head(LanguageModule):
         """What a GPTModel calls behind its last layer. The weight is an argument, as that of a tied head."""
