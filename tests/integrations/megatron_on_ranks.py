@@ -10,15 +10,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import xent_ops
 
@@ -33,6 +38,7 @@ VARIANTS = {
     "tied": {"tied": True},
     "sequence parallel": {"sequence_parallel": True},
     "tied, sequence parallel": {"tied": True, "sequence_parallel": True},
+    "recomputed layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "multi-token prediction": {"mtp_num_layers": 2},
     "multi-token prediction, tied": {"mtp_num_layers": 1, "tied": True},
 }
@@ -60,13 +66,29 @@ class GatheringAttention(DotProductAttention):
         return super().forward(query, key, value, *args, **kwargs)
 
 
+class AsOnAGpu(TorchFunctionMode):
+    """Megatron makes tensors on a GPU, and asks for the types of tensors there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
+
+
 @contextlib.contextmanager
 def on_a_cpu(**sizes):
     """Megatron's groups on CPUs. It asks for the GPU's number, and keeps states of the GPU's random numbers."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(AsOnAGpu())
         for owner, name, ours in (
             (torch.cuda, "current_device", lambda: "cpu"),
-            (torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
+            (torch.cuda, "synchronize", lambda: None),
+            (torch.cuda.random, "get_rng_state", lambda **kwargs: None),
+            (megatron_random, "_set_cuda_rng_state", lambda state, **kwargs: None),
             (CudaRNGStatesTracker, "fork", lambda self, *args: contextlib.nullcontext()),
             (WrappedTorchNorm, "__new__", norm),
         ):
@@ -76,26 +98,29 @@ def on_a_cpu(**sizes):
         yield
 
 
-def make(kind=GPTModel, tied=False, dtype=torch.float32, stage=None, **options):
-    """The same weights in each call. ``stage`` of a pipeline of two."""
+def make(kind=GPTModel, tied=False, dtype=torch.float32, chunk=0, **options):
+    """The same weights in each call. ``chunk`` of this rank's chunks in a virtual pipeline."""
     torch.manual_seed(0)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-    }
-    if stage is not None:
-        sizes |= {"pipeline_model_parallel_size": 2, "pipeline_dtype": dtype}
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": virtual, "pipeline_dtype": dtype,
+    }  # fmt: skip
     sizes |= {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
-    config = TransformerConfig(**SIZES, **ON_A_CPU, **sizes, **options)
+    config = TransformerConfig(**(SIZES | ON_A_CPU | sizes | options))
     layer, mtp = get_gpt_layer_local_spec(), None
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
-    ends = {} if stage is None else {"pre_process": stage == 0, "post_process": stage == 1}
+    place = {"ignore_virtual": False, "vp_stage": None if virtual is None else chunk}
     made = kind(
         config, layer, V, S, share_embeddings_and_output_weights=tied, mtp_block_spec=mtp,
-        position_embedding_type="learned_absolute", **ends,
+        position_embedding_type="learned_absolute", vp_stage=place["vp_stage"],
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
     )  # fmt: skip
     with torch.no_grad():
         for parameter in made.parameters():
@@ -104,9 +129,9 @@ def make(kind=GPTModel, tied=False, dtype=torch.float32, stage=None, **options):
     return made
 
 
-def batches():
-    """Steps of (arguments of the model, mask). Where a label is -1, the mask is 0."""
-    draws = torch.Generator().manual_seed(1)
+def batches(seed=1):
+    """Steps of (arguments of the model, labels, mask). Where a label is -1, the mask is 0."""
+    draws = torch.Generator().manual_seed(seed)
     attention = torch.ones(1, 1, S, S).tril() < 0.5  # True: hidden
     for _ in range(STEPS):
         ids, labels = torch.randint(V, (2, B, S), generator=draws)
@@ -188,38 +213,65 @@ def context_parallel():
                 compare(variant, **options)
 
 
-def train_stage(model):
-    """As ``train``, of this rank's stage of a pipeline of two; the losses are those of the last."""
-    stage, losses, gradients = dist.get_rank(), [], []
-    optimizer, hidden = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9), torch.empty(S, B, H)
-    for inputs, labels, mask in batches():
+def forward_step(data, model):
+    inputs, labels, mask = next(data)
+
+    def loss_of(losses):
+        loss = (losses * mask).sum() / mask.sum()
+        return loss, {"loss": loss.detach()}
+
+    return model(*inputs, labels=labels, loss_mask=mask), loss_of
+
+
+def train_by_schedule(used, chunks=1, tied=False, loss_mask=False, **ddp):
+    """As ``train``, by Megatron's schedule, DDP and optimizer: two steps of ``STEPS`` micro-batches, an evaluation."""
+    models = [make(tied=tied, chunk=chunk, num_layers=4) for chunk in range(chunks)]
+    config, ddp = models[0].config, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=300, **ddp)
+    config.finalize_model_grads_func = finalize_model_grads
+    models = [DistributedDataParallel(config, ddp, model) for model in models]
+    if used:
+        reports = [xent_ops.use_xent(model, loss_mask=loss_mask) for model in models]
+        heads = [report for report in reports if report.classes is not None]
+        assert len(heads) == parallel_state.is_pipeline_last_stage()
+    distributed = {"use_distributed_optimizer": ddp.use_distributed_optimizer}
+    options = OptimizerConfig(optimizer="adam", lr=0.03, adam_eps=1e-3, clip_grad=1.0, **distributed)
+    optimizer = get_megatron_optimizer(options, models, use_gloo_process_groups=False)
+    sizes = {"num_microbatches": STEPS, "seq_length": S, "micro_batch_size": B}
+    losses, gradients = [], []
+    for step in range(3):
+        for model in models:
+            model.zero_grad_buffer()
         optimizer.zero_grad()
-        if stage == 0:
-            passed_on = model(*inputs)
-            dist.send(passed_on.detach(), 1)
-            dist.recv(hidden, 1)
-            passed_on.backward(hidden)
-        else:
-            dist.recv(hidden, 0)
-            received = hidden.clone().requires_grad_()
-            model.set_input_tensor(received)
-            found = model(*inputs, labels=labels, loss_mask=mask)
-            ((found * mask).sum() / mask.sum()).backward()
-            dist.send(received.grad, 0)
-            losses.append(found.detach() * mask)
-        optimizer.step()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    return losses, gradients, dict(model.named_parameters())
+        data = [batches(10 * step + parallel_state.get_data_parallel_rank()) for _ in models]
+        seen = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=data, model=models, forward_only=step == 2, **sizes
+        )
+        losses += [each["loss"] for each in seen]
+        if step < 2:
+            gradients += [{name: p.main_grad.clone() for name, p in model.named_parameters()} for model in models]
+            gradients.append(torch.tensor(optimizer.step()[1]))  # their norm over all ranks
+    if used:
+        for model in models:
+            xent_ops.remove_xent(model)
+    return losses, gradients, [dict(model.named_parameters()) for model in models]
 
 
 def pipeline():
-    with on_a_cpu(pipeline_model_parallel_size=2):
-        for tied, loss_mask in itertools.product((False, True), repeat=2):
-            want, model = (make(tied=tied, stage=dist.get_rank()) for _ in range(2))
-            report = xent_ops.use_xent(model, loss_mask=loss_mask)
-            assert ("this pipeline stage has no head" in str(report)) == (dist.get_rank() == 0)
-            assert_close(train_stage(model), train_stage(want))
-            xent_ops.remove_xent(model)
+    """1F1B, and the interleaved schedule of a virtual pipeline."""
+    for chunks in (1, 2):
+        sizes = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
+        with on_a_cpu(pipeline_model_parallel_size=2, **sizes):
+            for options in ({}, {"tied": True, "loss_mask": True}):
+                want = train_by_schedule(False, chunks, **options)
+                assert_close(train_by_schedule(True, chunks, **options), want)
+
+
+def distributed_optimizer():
+    """Two replicas of the model; each updates half of the weights."""
+    with on_a_cpu():
+        for options in ({}, {"tied": True, "loss_mask": True}):
+            options["use_distributed_optimizer"] = True
+            assert_close(train_by_schedule(True, **options), train_by_schedule(False, **options))
 
 
 if __name__ == "__main__":

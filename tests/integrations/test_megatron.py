@@ -34,7 +34,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize("case, ranks", [
-    ("tensor_parallel", 2), ("pipeline", 2), ("context_parallel", 2), ("context_parallel", 4),
+    ("tensor_parallel", 2), ("pipeline", 2), ("distributed_optimizer", 2), ("context_parallel", 2), ("context_parallel", 4),
 ])  # fmt: skip
 def test_ranks(case, ranks):
     script = str(Path(__file__).with_name("megatron_on_ranks.py"))
