@@ -5,6 +5,7 @@ import html
 import io
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,6 +147,16 @@ def test_commands_parse(monkeypatch):
         elif argv != ["--help"]:
             parsed.append(parser().parse_args(argv))
     assert len(parsed) == len(COMMANDS) - ("tools.bench --help" in COMMANDS)
+
+
+def test_a_checkout_is_built_as_doctor_says():
+    """Python that starts in a checkout imports xent_ops from there: only an editable build is found in both places."""
+    command = _extension.build_command().rpartition("&& ")[2]
+    for path, name in ((shlex.join([sys.executable, "-m", "pip"]), "pip"), (str(ROOT), ".")):
+        command = command.replace(path, name)
+    assert command == "XENT_OPS_BUILD_CPP=1 pip install --no-build-isolation --no-deps --editable ."
+    for page in (ROOT / "README.md", DOCS / "start.md"):
+        assert f"{command}\n" in page.read_text(), page
 
 
 def test_targets_of_make_exist():
