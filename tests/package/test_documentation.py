@@ -267,6 +267,53 @@ def test_a_training_step_is_measured():
     assert round(100 * (1 - float(ours[2]) / float(theirs[2]))) == int(percent)
 
 
+def table_of(*names):
+    """The first table with these rows. Their cells by the header's names; a row's name may end in a version."""
+    for header, rows in MEASURED:
+        with contextlib.suppress(StopIteration):
+            return [dict(zip(header, docs_plots.row(rows, name), strict=True)) for name in names]
+    raise AssertionError(names)
+
+
+def test_the_readme_s_head_is_measured():
+    names = (
+        "the three matmuls",
+        "ours, compiled",
+        "all logits, F.cross_entropy, compiled",
+        "ours, `accumulate_dtype=torch.float32`",
+    )
+    matmuls, ours, theirs, wide, *others = table_of(*names, "Liger-Kernel", "cut-cross-entropy")
+    logits, gradients = (2 * numbers / 2**20 for numbers in (8192 * 128256, (8192 + 128256) * 4096))
+    assert f"{logits:,.0f} MiB of logits" in README and f"{gradients:,.0f} MiB of gradients" in README
+    assert f"matrix multiplications alone take {matmuls['H200, ms']} ms" in README
+    liger, cut = (short(float(line["ratio"]), 1) for line in others)
+    assert f"take {liger} and {cut} times as long" in README
+    assert f"2-norm is {ours['dW error']}, and {theirs['dW error']} with all logits" in README
+    assert f"gives {wide['dW error']} too" in README and wide["peak MiB"] == theirs["peak MiB"]
+    assert float(ours["H200, ms"]) == pytest.approx(float(theirs["H200, ms"]), rel=0.03)
+    share = round(float(theirs["peak MiB"]) / float(ours["peak MiB"]))
+    assert f"`F.cross_entropy` of all logits | the same | 1/{share} |" in README
+    assert f"| 8192 x 4096 x 128256 | {logits:.0f} | {2 * 2048 * 128256 / 2**20:.0f} |" in README
+    assert float(ours["peak MiB"]) - gradients == pytest.approx(2 * 2048 * 128256 / 2**20, abs=1.1)
+
+
+def test_the_readme_s_chunks_are_measured():
+    chunks = table_of("one chunk, the default", "`chunk_rows=1024`", "`chunk_rows=512`")
+    default, half, quarter = (float(line["ratio"]) for line in chunks)
+    longer = (f"{100 * (ratio / default - 1):.0f} %" for ratio in (half, quarter))
+    assert "Half a default chunk takes {} longer, a quarter {}.".format(*longer) in README
+
+
+def test_the_readme_s_shares_are_measured():
+    ours, theirs = table_of("ours, eager", "formulas of speculators, compiled")
+    time = short(float(ours["ms"]) / float(theirs["ms"]))
+    assert (
+        f"formulas of all logits | {time} | 1/{round(float(theirs['peak MiB']) / float(ours['peak MiB']))} |" in README
+    )
+    skipping, all_rows = (float(line["50 %"]) for line in table_of("`skip_ignored=True`", "all rows computed"))
+    assert f"against ours without it | 1/{round(all_rows / skipping)} |" in README
+
+
 def test_the_readme_s_step_of_use_xent_is_measured():
     rows = next(rows for header, rows in MEASURED if header == ["untouched", "`use_xent(model)`"])
     for mode, cells in rows.items():
