@@ -2,71 +2,84 @@
 
 import contextlib
 import inspect
-import re
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, split
 
 from xent_ops.distributed import vocab_parallel_cross_entropy
 
 
+def refused(device):
+    """A right call, and (arguments that a rank refuses by itself, the error, its text)."""
+    world, size = dist.get_world_size(), 32
+    classes = world * size
+    whole, target = torch.randn(4, classes, device=device), torch.tensor([1, 2, 3, -100], device=device)
+    x, weight = whole[:, :size], torch.ones(size, device=device)
+    learned = torch.ones((), requires_grad=True)
+    dtensor = DTensor.from_local(x, init_device_mesh(device, (world,)), [Replicate()], run_check=False)
+    return {"logits_shard": x, "target": target, "num_classes": classes}, [
+        ({"logits_shard": whole}, ValueError, f"the shard has {classes} columns, which is the whole vocabulary of num_classes={classes}"),
+        ({"logits_shard": x[:, 1:]}, ValueError, rf"the shard of rank \d has {size - 1} columns; .* DTensor's chunk rule gives it {size} "),
+        ({"logits_shard": x[:3]}, ValueError, r"target has shape \(4,\)"),
+        ({"logits_shard": x[0, 0]}, ValueError, "logits_shard has no dimension"),
+        ({"logits_shard": x.tolist()}, TypeError, "logits_shard must be a torch.Tensor, got list"),
+        ({"logits_shard": x.to_sparse()}, TypeError, "logits_shard has layout torch.sparse_coo"),
+        ({"logits_shard": dtensor}, TypeError, r"logits_shard is a DTensor: pass logits_shard.to_local\(\)"),
+        ({"logits_shard": x.long()}, TypeError, "logits_shard has dtype torch.int64"),
+        ({"logits_shard": target, "target": x}, TypeError, "logits_shard has dtype torch.int64; .*: logits_shard and target seem to be swapped"),
+        ({"target": target.float()}, TypeError, "target has dtype torch.float32"),
+        ({"target": None}, TypeError, "target must be a torch.Tensor, got None"),
+        ({"num_classes": float(classes)}, TypeError, f"num_classes must be an integer, got {classes}.0"),
+        ({"num_classes": None}, TypeError, "num_classes must be an integer, got None"),
+        ({"num_classes": True}, TypeError, "num_classes must be an integer, got True"),
+        ({"num_classes": 0}, ValueError, "num_classes must be at least 1"),
+        ({"num_classes": 2**63, "class_start": 0}, ValueError, "num_classes must fit into 64 bits"),
+        ({"class_start": 0.5}, TypeError, "class_start must be an integer, got 0.5"),
+        ({"class_start": -1}, ValueError, "class_start=-1"),
+        ({"class_start": classes}, ValueError, f"class_start={classes} with {size} columns lies beyond num_classes={classes}"),
+        ({"weight": weight.clone().requires_grad_()}, RuntimeError, "weight requires grad"),
+        ({"weight": whole[0]}, ValueError, rf"weight has shape \({classes},\)"),
+        ({"weight": weight.tolist()}, TypeError, "weight must be a torch.Tensor, got list"),
+        ({"ignore_index": -100.0}, TypeError, "ignore_index must be an integer, got -100.0"),
+        ({"ignore_index": True}, TypeError, "ignore_index must be an integer, got True"),
+        ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
+        ({"softcap": "30"}, TypeError, "softcap must be a number, got '30'"),
+        ({"softcap": learned}, RuntimeError, "softcap is a tensor that requires grad"),
+        ({"logit_scale": learned}, RuntimeError, "logit_scale is a tensor that requires grad"),
+        ({"logit_scale": 1e39}, ValueError, "logit_scale must be at most"),
+        ({"label_smoothing": 2.0}, ValueError, "label_smoothing must be between"),
+        ({"lse_square_scale": 1e39}, ValueError, "lse_square_scale must be at most"),
+        ({"lse_square_scale": float("inf")}, ValueError, "lse_square_scale must be finite"),
+        ({"lse_square_scale": -1}, ValueError, "lse_square_scale must be at least 0, got -1.0"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant must be True or False"),
+        ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
+    ]  # fmt: skip
+
+
 def bad_input(device):
     """What a rank can see alone is an error before it communicates: no rank waits."""
-    x, target = torch.randn(4, V, device=device), torch.tensor([1, 2, 3, 4], device=device)
-    _, size, _ = split("chunk", V)
-    bad = [
-        (x, {}, ValueError, f"the shard has {V} columns, which is the whole vocabulary of num_classes={V}"),
-        (x[:, : size - 1], {}, ValueError, f"has {size - 1} columns; .* DTensor's chunk rule gives it {size} "),
-        (
-            x[:, :size],
-            {"class_start": V},
-            ValueError,
-            f"class_start={V} with {size} columns lies beyond num_classes={V}",
-        ),
-        (x[:, :size], {"class_start": -1}, ValueError, "class_start=-1"),
-        (x[:, :size], {"num_classes": 0}, ValueError, "num_classes must be at least 1"),
-        (x[:, :size], {"num_classes": float(V)}, TypeError, f"num_classes must be an integer, got {V}.0"),
-        (x[:, :size], {"class_start": 0.5}, TypeError, "class_start must be an integer, got 0.5"),
-        (x[:, :size], {"num_classes": 2**63, "class_start": 0}, ValueError, "num_classes must fit into 64 bits"),
-        (x[:3, :size], {}, ValueError, r"target has shape \(4,\)"),
-        (x[:, :size], {"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
-        (x[:, :size], {"weight": x[0]}, ValueError, r"weight has shape \(203,\)"),
-        (x[:, :size], {"weight": x[0, :size].clone().requires_grad_()}, RuntimeError, "weight requires grad"),
-        (x[:, :size], {"lse_square_scale": float("inf")}, ValueError, "lse_square_scale must be finite"),
-        (x[:, :size], {"lse_square_scale": 1e39}, ValueError, "lse_square_scale must be at most"),
-        (x[:, :size], {"logit_scale": 1e39}, ValueError, "logit_scale must be at most"),
-        (x[:, :size], {"ignore_index": -100.0}, TypeError, "ignore_index must be an integer, got -100.0"),
-        (x[:, :size], {"num_classes": True}, TypeError, "num_classes must be an integer, got True"),
-        (
-            x[:, :size],
-            {"softcap": torch.ones((), requires_grad=True)},
-            RuntimeError,
-            "softcap is a tensor that requires",
-        ),
-        (x[:, :size], {"group": [0]}, TypeError, r"group must be a ProcessGroup, .* got \[0\]: .*new_group\(\[0\]\)"),
-        (x[:, :size], {"group": bad_input}, TypeError, "group must be a ProcessGroup, .*, got bad_input$"),
-        (x[:, :size], {"lse_square_scale": -1}, ValueError, "lse_square_scale must be at least 0, got -1.0"),
-        (target, {}, TypeError, "logits_shard has dtype torch.int64; .*: logits_shard and target seem to be swapped"),
-        (x[:, :size].tolist(), {}, TypeError, "logits_shard must be a torch.Tensor, got list"),
-        (x[:, :size].long(), {}, TypeError, "logits_shard has dtype torch.int64"),
-        (x[:, :size], {"check": 1}, TypeError, "check must be True or False, got 1"),
+    right, bad = refused(device)
+    bad += [
+        ({"group": [0]}, TypeError, r"group must be a ProcessGroup, .* got \[0\]: .*new_group\(\[0\]\)"),
+        ({"group": bad_input}, TypeError, "group must be a ProcessGroup, .*, got bad_input$"),
+        ({"check": 1}, TypeError, "check must be True or False, got 1"),
     ]
+    wrong, classes = right["target"].clone(), right["num_classes"]
+    wrong[2] = classes
     with Collectives() as mode:
-        for logits, keywords, error, text in bad:
-            labels = x if logits is target else target  # the two swapped
-            with pytest.raises(error, match=text):
-                vocab_parallel_cross_entropy(logits, labels, **{"num_classes": V, **keywords})
-        wrong = target.clone()
-        wrong[2] = V
+        for arguments, error, text in bad:
+            with pytest.raises(error, match=f"^{text}"):
+                vocab_parallel_cross_entropy(**{**right, **arguments})
         if device == "cpu":
-            with pytest.raises(IndexError, match=f"target {V} is out of bounds: valid are 0 to {V - 1}"):
-                vocab_parallel_cross_entropy(x[:, :size], wrong, num_classes=V)
+            with pytest.raises(IndexError, match=f"target {classes} is out of bounds: valid are 0 to {classes - 1}"):
+                vocab_parallel_cross_entropy(**{**right, "target": wrong})
     assert mode.seen == []
     if device == "cuda":
-        loss = vocab_parallel_cross_entropy(x[:, :size], wrong, num_classes=V, reduction="none")
+        loss = vocab_parallel_cross_entropy(**{**right, "target": wrong}, reduction="none")
         assert loss.isnan().tolist() == [False, False, True, False]
 
 
@@ -149,62 +162,20 @@ def check_raises_on_every_rank(device):
     """What one rank refuses by itself, all of them raise: none waits for it."""
     last = dist.get_world_size() - 1
     odd = dist.get_rank() == last  # the rank that is wrong
-    start, size, _ = split("chunk", V)
-    x = torch.randn(4, size, device=device)
-    target = torch.tensor([1, 2, 3, -100], device=device)
-    weight = torch.ones(size, device=device)
+    right, bad = refused(device)
 
-    def call(logits=x, labels=target, **keywords):
-        return vocab_parallel_cross_entropy(logits, labels, **{"num_classes": V, "check": True, **keywords})
+    def call(logits=right["logits_shard"], **arguments):
+        return vocab_parallel_cross_entropy(**{**right, "logits_shard": logits, "check": True, **arguments})
 
-    def as_dtensor(tensor):
-        from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
-        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-
-    def tracked(tensor):
-        return tensor.clone().requires_grad_() if odd else tensor
-
-    # (keywords of a right call, those that are wrong on one rank, what every rank says)
-    bad = [
-        ({}, {"num_classes": float(V)}, f"TypeError: num_classes must be an integer, got {V}.0"),
-        ({}, {"num_classes": None}, "TypeError: num_classes must be an integer, got None"),
-        ({}, {"num_classes": 0}, "ValueError: num_classes must be at least 1"),
-        ({"class_start": start}, {"class_start": 0.5}, "TypeError: class_start must be an integer, got 0.5"),
-        ({"class_start": start}, {"class_start": -1}, "ValueError: class_start=-1"),
-        ({}, {"class_start": V}, f"ValueError: class_start={V}"),
-        ({"weight": weight}, {"weight": tracked(weight)}, "RuntimeError: weight requires grad"),
-        ({"weight": weight}, {"weight": weight[1:]}, "ValueError: weight has shape"),
-        ({"weight": weight}, {"weight": weight.tolist()}, "TypeError: weight must be a torch.Tensor, got list"),
-        ({}, {"ignore_index": -100.0}, "TypeError: ignore_index must be an integer, got -100.0"),
-        ({}, {"ignore_index": True}, "TypeError: ignore_index must be an integer, got True"),
-        ({}, {"softcap": 0.0}, "ValueError: softcap must be a finite number above 0"),
-        ({}, {"softcap": "30"}, "TypeError: softcap must be a number, got '30'"),
-        ({}, {"logit_scale": tracked(torch.ones(()))}, "RuntimeError: logit_scale is a tensor that requires grad"),
-        ({}, {"logit_scale": 1e39}, "ValueError: logit_scale must be at most"),
-        ({}, {"label_smoothing": 2.0}, "ValueError: label_smoothing must be between"),
-        ({}, {"lse_square_scale": 1e39}, "ValueError: lse_square_scale must be at most"),
-        ({}, {"batch_invariant": 1}, "TypeError: batch_invariant must be True or False"),
-        ({}, {"reduction": "avg"}, "ValueError: 'avg' is not a valid value for reduction"),
-        ({}, {"labels": target.float()}, "TypeError: target has dtype torch.float32"),
-        ({}, {"labels": None}, "TypeError: target must be a torch.Tensor, got None"),
-        ({}, {"logits": x.tolist()}, "TypeError: logits_shard must be a torch.Tensor, got list"),
-        ({}, {"logits": x[0, 0]}, "ValueError: logits_shard has no dimension"),
-        ({}, {"logits": x.to_sparse()}, "TypeError: logits_shard has layout torch.sparse_coo"),
-        ({}, {"logits": as_dtensor(x)}, "TypeError: logits_shard is a DTensor: pass logits_shard.to_local()"),
-        ({}, {"logits": x[:, :-1]}, "ValueError: the shard of rank"),
-        ({}, {"logits": x.long()}, "TypeError: logits_shard has dtype torch.int64"),
-    ]
-    for right, wrong, text in bad:
-        with pytest.raises(ValueError, match=f"^vocab_parallel_cross_entropy: rank {last}: {re.escape(text)}"):
-            call(**{**right, **(wrong if odd else {})})
+    for arguments, error, text in bad:
+        with pytest.raises(ValueError, match=f"^vocab_parallel_cross_entropy: rank {last}: {error.__name__}: {text}"):
+            call(**(arguments if odd else {}))
 
     text = f"rank {last}: NotImplementedError: .*vocab_parallel_cross_entropy inside a functorch transform"
     for transform in (torch.func.grad, torch.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
         function = transform(call) if odd else call
         with pytest.raises(ValueError, match=text):
-            function(x)
+            function(right["logits_shard"])
     with (
         torch.autograd.forward_ad.dual_level() if odd else contextlib.nullcontext(),
         pytest.raises(ValueError, match=text),
