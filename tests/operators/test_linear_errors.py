@@ -12,7 +12,6 @@ from helpers.samples import contract_of
 import xent_ops
 
 ops = torch.ops.xent
-SIZES = {"in_features": 5, "num_classes": 9}
 
 
 def inputs(dtype=torch.float32, device="cpu"):
@@ -51,43 +50,6 @@ def test_every_way_refuses_what_the_operator_does(way):
                 WAYS[way](x, head, target, **options)
             refused.add(argument)
     assert len(refused) >= 8, refused
-
-
-# Texts of a head: how it comes about, the error.
-HEAD = {
-    "dtype": (lambda x, w: (x, w.double()), TypeError, "linear_weight has dtype torch.float64 but input torch.float32; both must be the same, as for nn.Linear"),
-    "one dimension": (lambda x, w: (x, w[0]), ValueError, r"linear_weight has shape \(5,\); expected \(V, H\)"),
-    "features": (lambda x, w: (x, w[:, :3]), ValueError, r"linear_weight has shape \(9, 3\); expected \(9, 5\), one row of the input's features"),
-    "no classes": (lambda x, w: (x, w[:0]), ValueError, r"linear_weight of shape \(0, 5\) has 0 classes; expected at least 1"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", HEAD)
-@pytest.mark.parametrize("way", WAYS)
-def test_the_head(way, case):
-    change, error, text = HEAD[case]
-    x, head, target = inputs()
-    with pytest.raises(error, match=text):
-        WAYS[way](*change(x, head), target)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "operator"])
-def test_types_of_arguments(way):
-    x, head, target = inputs()
-    call = WAYS[way]
-    for keywords, error, text in (
-        ({"chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5"),
-        ({"chunk_rows": True}, TypeError, "chunk_rows must be an integer, got True"),
-        ({"chunk_rows": 2**63}, ValueError, "chunk_rows must fit into 64 bits"),
-        ({"skip_ignored": 1}, TypeError, "skip_ignored must be True or False, got 1"),
-        ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be a torch.dtype or None, got 'float32'"),
-        ({"softcap": "3"}, TypeError, "softcap must be a number, got '3'"),
-        ({"logit_scale": torch.ones((), requires_grad=True)}, RuntimeError, "logit_scale .* requires grad"),
-        ({"linear_bias": [1.0] * 9}, TypeError, "linear_bias must be a torch.Tensor, got list; torch.as_tensor"),
-    ):
-        with pytest.raises(error, match=f"^{text}"):
-            call(x, head, target, **keywords)
-    call(x, head, target, chunk_rows=np.int64(3))
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight", "target", "linear_bias", "weight", "divisor"])
@@ -195,18 +157,3 @@ def test_derivatives_that_there_are_not():
     for name in ("linear_cross_entropy_forward", "linear_cross_entropy_with_grad"):
         with pytest.raises(RuntimeError, match="weight requires grad"):
             getattr(ops, name)(x, head, target, None, torch.ones(9, requires_grad=True))
-
-
-def test_the_module():
-    for keywords, error, text in (
-        ({}, TypeError, "needs in_features and num_classes, or a tied_weight"),
-        ({"in_features": 5}, TypeError, "needs in_features and num_classes"),
-        ({"tied_weight": torch.ones(9, 5)}, TypeError, r"tied_weight must be a torch.nn.Parameter of shape \(V, H\)"),
-        ({"tied_weight": torch.nn.Parameter(torch.ones(9))}, TypeError, "tied_weight must be a torch.nn.Parameter"),
-        ({"tied_weight": torch.nn.Parameter(torch.ones(9, 5)), "num_classes": 8}, ValueError, r"tied_weight has shape \(9, 5\); expected"),
-        ({**SIZES, "reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
-        ({**SIZES, "chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5"),
-        ({**SIZES, "accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be a torch.dtype or None"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=text):
-            xent_ops.LinearCrossEntropyLoss(**keywords)

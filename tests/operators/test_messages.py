@@ -1,7 +1,9 @@
 """Frequent slips, and how the error says what was meant: arguments in another order, a module for its weight, ..."""
 
+import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +35,8 @@ def compiled(function, **options):
 
 
 @pytest.mark.parametrize("call", LINEAR.values(), ids=LINEAR)
-def test_arguments_that_seem_to_be_swapped(call):
+def test_tensors(call):
+    """With a hint where arguments seem to be swapped."""
     x, w, t = problem()
     for arguments, error, text in (
         ((w, x, t), ValueError, rf"target has shape \(6,\); expected \(9,\), .*: {SWAPPED}"),
@@ -44,6 +47,11 @@ def test_arguments_that_seem_to_be_swapped(call):
         ((x, w.t(), t), ValueError, r".*LinearCrossEntropyLoss takes \(H, V\), here in_features=5, num_classes=9$"),
         ((x, nn.Linear(H, V), t), TypeError, "linear_weight must be .*, got torch.nn.*Linear; pass linear_weight.weight$"),
         ((x, "head", t), TypeError, "linear_weight must be a torch.Tensor, got str$"),
+        ((x, w.double(), t), TypeError, "linear_weight has dtype torch.float64 but input torch.float32; both must be the same, as for nn.Linear"),
+        ((x, w[0], t), ValueError, r"linear_weight has shape \(5,\); expected \(V, H\)"),
+        ((x, w[:, :3], t), ValueError, r"linear_weight has shape \(9, 3\); expected \(9, 5\), one row of the input's features for each class$"),
+        ((x, w[:0], t), ValueError, r"linear_weight of shape \(0, 5\) has 0 classes; expected at least 1"),
+        ((x, w, t[:3]), ValueError, ".*each row of the input$"),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{text}"):
             call(*arguments)
@@ -54,14 +62,6 @@ def test_swapped_while_compiling(dynamic):
     x, w, t = problem()
     with pytest.raises(Exception, match=SWAPPED):
         compiled(xent_ops.linear_cross_entropy, dynamic=dynamic)(w, x, t)
-
-
-def test_no_hint_where_nothing_was_swapped():
-    """Another shape that is wrong gets the shape alone."""
-    x, w, t = problem()
-    for arguments, text in (((x, w, t[:3]), "each row of the input$"), ((x, w[:, :3], t), "for each class$")):
-        with pytest.raises(ValueError, match=text):
-            xent_ops.linear_cross_entropy(*arguments)
 
 
 # Logits
@@ -134,23 +134,34 @@ def helper():
     pass
 
 
-def test_functions_are_named():
-    """Not <function helper at 0x7f...>."""
+@pytest.mark.parametrize("call", LINEAR.values(), ids=LINEAR)
+def test_options(call):
+    """Functions are named: not <function helper at 0x7f...>."""
     x, w, t = problem()
-    for options, text in (
-        ({"ignore_index": helper}, "ignore_index must be an integer, got helper$"),
-        ({"softcap": helper}, "softcap must be a number, got helper$"),
-        ({"softcap": True}, "softcap must be a number, got True$"),
-        ({"logit_scale": True}, "logit_scale must be a number, got True$"),
-        ({"lse_square_scale": False}, "lse_square_scale must be a number, got False$"),
-        ({"divisor": True, "reduction": "sum"}, "divisor must be a number, got True$"),
-        ({"reduction": helper}, "helper is not a valid value for reduction; valid are 'none'"),
-        ({"accumulate_dtype": helper}, "accumulate_dtype must be a torch.dtype or None, got helper$"),
-        ({"skip_ignored": nn.ReLU()}, "skip_ignored must be True or False, got torch.nn.modules.activation.ReLU$"),
-        ({"softcap": [helper]}, "softcap must be a number, got list$"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"^{text}"):
-            xent_ops.linear_cross_entropy(x, w, t, **options)
+    taken = inspect.signature(call).parameters
+    for options, error, text in (
+        ({"ignore_index": helper}, TypeError, "ignore_index must be an integer, got helper$"),
+        ({"softcap": helper}, TypeError, "softcap must be a number, got helper$"),
+        ({"softcap": True}, TypeError, "softcap must be a number, got True$"),
+        ({"logit_scale": True}, TypeError, "logit_scale must be a number, got True$"),
+        ({"lse_square_scale": False}, TypeError, "lse_square_scale must be a number, got False$"),
+        ({"divisor": True, "reduction": "sum"}, TypeError, "divisor must be a number, got True$"),
+        ({"reduction": helper}, ValueError, "helper is not a valid value for reduction; valid are 'none'"),
+        ({"accumulate_dtype": helper}, TypeError, "accumulate_dtype must be a torch.dtype or None, got helper$"),
+        ({"skip_ignored": nn.ReLU()}, TypeError, "skip_ignored must be True or False, got torch.nn.modules.activation.ReLU$"),
+        ({"softcap": [helper]}, TypeError, "softcap must be a number, got list$"),
+        ({"softcap": "3"}, TypeError, "softcap must be a number, got '3'$"),
+        ({"logit_scale": torch.ones((), requires_grad=True)}, RuntimeError, "logit_scale .* requires grad"),
+        ({"chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5$"),
+        ({"chunk_rows": True}, TypeError, "chunk_rows must be an integer, got True$"),
+        ({"chunk_rows": 2**63}, ValueError, "chunk_rows must fit into 64 bits"),
+        ({"skip_ignored": 1}, TypeError, "skip_ignored must be True or False, got 1$"),
+        ({"linear_bias": [1.0] * 9}, TypeError, "linear_bias must be a torch.Tensor, got list; torch.as_tensor"),
+    ):  # fmt: skip
+        if options.keys() <= taken.keys():
+            with pytest.raises(error, match=f"^{text}"):
+                call(x, w, t, **options)
+    call(x, w, t, chunk_rows=np.int64(3))
 
 
 # Arguments that a function lacks
@@ -331,15 +342,21 @@ def test_linear_cross_entropy_loss():
     module, head = xent_ops.LinearCrossEntropyLoss, nn.Linear(H, V)
     taken = r"; LinearCrossEntropyLoss\(tied_weight=...\) takes the weight of a head that is there already$"
     for arguments, options, error, text in (
+        ((), {}, TypeError, ".* needs in_features and num_classes, or a tied_weight"),
+        ((H,), {}, TypeError, ".* needs in_features and num_classes"),
         ((-1,), {}, ValueError, "in_features must be at least 1, got -1$"),
         (("8",), {}, TypeError, "in_features must be an integer, got '8'$"),
         ((H, 0), {}, ValueError, "num_classes must be at least 1, got 0$"),
         ((H, V), {"bias": "x"}, TypeError, "bias must be True or False, got 'x'$"),
+        ((H, V), {"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
+        ((H, V), {"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype must be a torch.dtype or None"),
+        ((H, V), {"chunk_rows": 2.5}, TypeError, "chunk_rows must be an integer, got 2.5$"),
         ((H, V), {"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, or None for the default, got 0$"),
         ((head,), {}, TypeError, f"in_features must be an integer, got torch.nn.modules.linear.Linear{taken}"),
         ((head.weight,), {}, TypeError, f"in_features must be an integer, got torch.nn.parameter.Parameter{taken}"),
         ((), {"tied_weight": head}, TypeError, "tied_weight must be a .* got torch.nn.*Linear; pass tied_weight.weight$"),
         ((), {"tied_weight": head.bias}, TypeError, r"tied_weight must be .* \(V, H\), got one of shape \(9,\)$"),
+        ((), {"tied_weight": head.weight, "num_classes": 8}, ValueError, r"tied_weight has shape \(9, 5\); expected"),
         ((), {"tied_weight": head.weight.detach()}, TypeError, r"tied_weight must be .* \(V, H\), got torch.Tensor$"),
     ):  # fmt: skip
         with pytest.raises(error, match=f"^{text}"):
