@@ -6,6 +6,9 @@ import torch.nn.functional as F
 
 import xent_ops
 
+IN_PLACE = {"in place": {"inplace_backward": True}}
+IN_PLACE["one pass in place"] = IN_PLACE["in place"] | {"grad_in_forward": True}
+
 
 @pytest.mark.parametrize("shape", [(4, 30), (2, 3, 30)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -24,46 +27,56 @@ def test_inplace_backward(device, shape, reduction):
     assert seen == [logits.data_ptr()] and logits._version > version
 
 
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
 @pytest.mark.parametrize(
-    "slicing", [lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)], ids=range(3)
+    "view",
+    [lambda x: x.view(-1, 30), lambda x: x[:, :-1], lambda x: x[..., 3:], lambda x: x.transpose(0, 1)],
+    ids=["a batch flattened", "rows shifted", "some classes", "transposed"],
 )
-def test_inplace_backward_of_views(device, slicing):
-    h = torch.randn(3, 4, 30, device=device, requires_grad=True)
-    target = torch.randint(0, 27, slicing(h).shape[:-1], device=device)
-    wanted = torch.autograd.grad(xent_ops.cross_entropy(slicing(h * 2), target, dim=-1), h)[0]
-    mine = torch.autograd.grad(xent_ops.cross_entropy(slicing(h * 2), target, dim=-1, inplace_backward=True), h)[0]
-    torch.testing.assert_close(mine, wanted)
+def test_views_of_what_a_layer_returned(device, view, options):
+    h, w = torch.randn(2, 4, 8, device=device, requires_grad=True), torch.randn(8, 30, device=device)
+    target = torch.randint(0, 27, view(h @ w).shape[:-1], device=device)
+    (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(view(h @ w), target, dim=-1), h)
+    (found,) = torch.autograd.grad(xent_ops.cross_entropy(view(h @ w), target, dim=-1, **options), h)
+    torch.testing.assert_close(found, wanted)
 
 
-def test_inplace_backward_refuses_what_it_would_corrupt(device):
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_would_be_corrupted_is_refused(device, options):
     target = torch.randint(0, 30, (4,), device=device)
     h = torch.randn(4, 30, device=device, requires_grad=True)
+    modified = "modified by an inplace operation"
 
     def loss(logits):
-        return xent_ops.cross_entropy(logits, target, inplace_backward=True)
+        return xent_ops.cross_entropy(logits, target, **options)
 
     with pytest.raises(RuntimeError, match="would overwrite a leaf tensor"):
         loss(h)
     twice = loss(h * 2)
     twice.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    given_away = "a second backward through a loss with grad_in_forward=True"
+    with pytest.raises(RuntimeError, match=given_away if "grad_in_forward" in options else modified):
         twice.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=modified):
         loss(h.exp()).backward()  # exp saved its output, which are the logits
-    with pytest.raises(RuntimeError, match=r"inplace_backward=True leaves nothing to differentiate a second time"):
+    logits = h * 2
+    written = loss(logits)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match=modified):
+        written.backward()
+    with pytest.raises(RuntimeError, match="leaves nothing to differentiate a second time"):
         torch.autograd.grad(loss(h * 2), h, create_graph=True)
-    with pytest.raises(RuntimeError, match="share memory between their rows"):
-        loss((h[:1] * 2).expand(4, 30))
-    with pytest.raises(ValueError, match="takes class indices"):
-        xent_ops.cross_entropy(h * 2, h.detach().softmax(-1), inplace_backward=True)
+    for logits in ((h[:1] * 2).expand(4, 30), (h * 2).view(-1).unfold(0, 30, 20)[:4]):
+        with pytest.raises(RuntimeError, match="share memory between their rows"):
+            loss(logits)
+    for option in options:
+        with pytest.raises(ValueError, match=f"{option}=True takes class indices, not class probabilities"):
+            xent_ops.cross_entropy(h * 2, h.detach().softmax(-1), **{option: True})
     with torch.no_grad():
         kept = h.detach().clone()
-        xent_ops.cross_entropy(kept, target, inplace_backward=True)
+        loss(kept)
         assert torch.equal(kept, h)
-
-
-IN_PLACE = {"in place": {"inplace_backward": True}}
-IN_PLACE["one pass in place"] = IN_PLACE["in place"] | {"grad_in_forward": True}
 
 
 @pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
@@ -113,16 +126,16 @@ def test_in_place_below_saved_tensor_hooks(device, producer, options):
             torch.testing.assert_close(torch.autograd.grad(hooked, h)[0], wanted)
 
 
-def test_inplace_backward_is_ignored_under_compile(device):
-    h = torch.randn(4, 30, device=device, requires_grad=True)
-    target = torch.randint(0, 30, (4,), device=device)
+@pytest.mark.parametrize("options", IN_PLACE.values(), ids=IN_PLACE)
+def test_ignored_under_compile_and_transforms(h, target, options):
+    (wanted,) = torch.autograd.grad(xent_ops.cross_entropy(h * 2, target), h)
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
     def step(h):
-        return xent_ops.cross_entropy(h * 2, target, inplace_backward=True)
+        return xent_ops.cross_entropy(h * 2, target, **options)
 
-    step(h).backward()
-    torch.testing.assert_close(h.grad, torch.autograd.grad(xent_ops.cross_entropy(h * 2, target), h)[0])
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(h), h)[0], wanted)
+    torch.testing.assert_close(torch.func.grad(step)(h.detach()), wanted)
 
 
 def test_transposed_logits_are_not_copied(device):
