@@ -48,15 +48,16 @@ class GraphModule(torch.nn.Module):
 
 
 @PINNED
-def test_graphs_with_weight_and_smoothing():
+def test_graphs_with_options():
     weight = torch.rand(33)
-    forward, backward = graphs_of(lambda x, t: xent_ops.cross_entropy(x, t, weight, label_smoothing=0.1))
+    options = {"label_smoothing": 0.1, "lse_square_scale": 0.5}
+    forward, backward = graphs_of(lambda x, t: xent_ops.cross_entropy(x, t, weight, **options))
     assert_expected_inline(
         forward,
         """\
 class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", primals_3: "f32[33]"):
-        cross_entropy_reduced = torch.ops.xent.cross_entropy_reduced.default(primals_1, primals_2, primals_3, label_smoothing = 0.1)
+        cross_entropy_reduced = torch.ops.xent.cross_entropy_reduced.default(primals_1, primals_2, primals_3, label_smoothing = 0.1, lse_square_scale = 0.5)
         getitem: "f32[]" = cross_entropy_reduced[0]
         getitem_1: "f32[2]" = cross_entropy_reduced[1]
         getitem_2: "f32[8]" = cross_entropy_reduced[2]
@@ -69,34 +70,7 @@ class GraphModule(torch.nn.Module):
         """\
 class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", primals_3: "f32[33]", getitem_1: "f32[2]", getitem_2: "f32[8]", getitem_3: "f32[8]", tangents_1: "f32[]"):
-        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, primals_3, getitem_1, None, None, None, 0, None, None, getitem_3, label_smoothing = 0.1);  
+        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, primals_3, getitem_1, None, None, None, 0, None, None, getitem_3, label_smoothing = 0.1, lse_square_scale = 0.5);  
         return (cross_entropy_backward, None, None)
-""",
-    )
-
-
-@PINNED
-def test_graphs_with_z_loss():
-    forward, backward = graphs_of(lambda x, t: xent_ops.cross_entropy(x, t, lse_square_scale=0.5))
-    assert_expected_inline(
-        forward,
-        """\
-class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]"):
-        cross_entropy_reduced = torch.ops.xent.cross_entropy_reduced.default(primals_1, primals_2, lse_square_scale = 0.5)
-        getitem: "f32[]" = cross_entropy_reduced[0]
-        getitem_1: "f32[2]" = cross_entropy_reduced[1]
-        getitem_2: "f32[8]" = cross_entropy_reduced[2]
-        getitem_3: "f32[8]" = cross_entropy_reduced[3]
-        return (getitem, primals_1, primals_2, getitem_1, getitem_2, getitem_3)
-""",
-    )
-    assert_expected_inline(
-        backward,
-        """\
-class GraphModule(torch.nn.Module):
-    def forward(self, primals_1: "f32[8, 33]", primals_2: "i64[8]", getitem_1: "f32[2]", getitem_2: "f32[8]", getitem_3: "f32[8]", tangents_1: "f32[]"):
-        cross_entropy_backward: "f32[8, 33]" = torch.ops.xent.cross_entropy_backward.default(tangents_1, None, primals_1, primals_2, getitem_2, None, getitem_1, None, None, None, 0, None, None, getitem_3, lse_square_scale = 0.5);  
-        return (cross_entropy_backward, None)
 """,
     )

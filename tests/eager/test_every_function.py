@@ -216,6 +216,25 @@ def test_transforms_are_refused(device, name, label):
                 transform(function(key))(one)
 
 
+@pytest.mark.parametrize("name", [name for name in LOCAL if name not in ("cross_entropy", "top_k")])
+def test_transforms_are_refused_while_compiling(device, name):
+    given = arguments(name, next(iter(CALLS[name])), device)
+    x, text = given["input"].detach(), "inside a functorch transform .*cross_entropy is, and F\\.linear makes"
+
+    def function(x):
+        return results_of(name, given | {"input": x})[0].sum()
+
+    for transform, fullgraph, error in (
+        (torch.func.grad(function), False, NotImplementedError),
+        (torch.func.grad(function), True, torch._dynamo.exc.Unsupported),
+        (lambda x: vmap(torch.func.grad(function))(x.unsqueeze(0)), True, torch._dynamo.exc.Unsupported),
+        (lambda x: jvp(function, (x,), (x,)), True, torch._dynamo.exc.Unsupported),
+    ):
+        torch.compiler.reset()
+        with pytest.raises(error, match=rf"xent_ops\.{name} {text}"):
+            torch.compile(transform, backend="aot_eager", fullgraph=fullgraph)(x)
+
+
 class LikeDTensor(torch.Tensor):
     device_mesh = None
 

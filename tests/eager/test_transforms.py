@@ -129,39 +129,3 @@ def test_compiled_transforms(x, device):
         found = torch.compile(transformed, backend="aot_eager", fullgraph=True)(point)
         torch.testing.assert_close(found, transformed(point))
     assert grad(loss)(x).count_nonzero() > 0
-
-
-REFUSING = {
-    "cross_entropy_outputs": lambda x, t: xent_ops.cross_entropy_outputs(x, t).loss,
-    "token_log_probs": lambda x, t: xent_ops.token_log_probs(x, t).lse.sum(),
-    "token_loss": lambda x, t: xent_ops.token_loss(x, t, lambda stats: -stats.log_probs),
-    "distillation_loss": lambda x, t: xent_ops.distillation_loss(x, x.detach()),
-    "linear_cross_entropy": lambda x, t: xent_ops.linear_cross_entropy(x, x, t),
-    "linear_cross_entropy_outputs": lambda x, t: xent_ops.linear_cross_entropy_outputs(x, x, t).loss,
-    "linear_token_log_probs": lambda x, t: xent_ops.linear_token_log_probs(x, x, t).lse.sum(),
-    "linear_token_loss": lambda x, t: xent_ops.linear_token_loss(x, x, t, lambda stats: -stats.log_probs),
-    "linear_distillation_loss": lambda x, t: xent_ops.linear_distillation_loss(x, x, x.detach(), x.detach()),
-    "top_k_distillation_loss": lambda x, t: xent_ops.top_k_distillation_loss(
-        x, t[:, None], torch.full_like(x[:, :1].detach(), 0.5)
-    ),
-    "linear_top_k_distillation_loss": lambda x, t: xent_ops.linear_top_k_distillation_loss(
-        x, x, t[:, None], torch.full_like(x[:, :1].detach(), 0.5)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSING)
-def test_compiled_transforms_of_other_functions_raise_the_same(x, device, name):
-    def function(x):
-        return REFUSING[name](x, TARGET.to(device))
-
-    text = rf"xent_ops\.{name} inside a functorch transform .*xent_ops\.cross_entropy is, and F\.linear makes"
-    for transform, fullgraph, error in (
-        (grad(function), False, NotImplementedError),
-        (grad(function), True, torch._dynamo.exc.Unsupported),
-        (lambda x: vmap(grad(function))(x.unsqueeze(0)), True, torch._dynamo.exc.Unsupported),
-        (lambda x: jvp(function, (x,), (x,)), True, torch._dynamo.exc.Unsupported),
-    ):
-        torch.compiler.reset()
-        with pytest.raises(error, match=text):
-            torch.compile(transform, backend="aot_eager", fullgraph=fullgraph)(x)

@@ -47,20 +47,15 @@ def assert_same(results, dtype=torch.float64):
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e300], ids=str)
 @pytest.mark.parametrize("column", [2, 3], ids=["no target", "a target"])
 def test_biases_that_are_no_numbers(device, options, value, column):
-    """-inf is a class that is masked away."""
+    """-inf is a class that is masked away: without a gradient."""
     x, head, target, bias = inputs(device)
     bias[column] = value
-    assert_same(both(x, head, target, bias, **options))
+    results = both(x, head, target, bias, **options)
+    assert_same(results)
+    if value == -INF and column == 2:
+        _, grad_x, grad_head, grad_bias = results[0]
+        assert grad_x.isfinite().all() and not grad_head[2].any() and not grad_bias[2].any()
     assert_same(both(x, head, target, bias, label_smoothing=0.1, lse_square_scale=0.1, **options))
-
-
-@pytest.mark.parametrize("options", WAYS, ids=str)
-def test_a_masked_class_has_no_gradient(device, options):
-    x, head, target, bias = inputs(device)
-    bias[[2, 5]] = -INF
-    value, grad_x, grad_head, grad_bias = both(x, head, target, bias, **options)[0]
-    assert all(tensor.isfinite().all() for tensor in (value, grad_x, grad_head, grad_bias))
-    assert (grad_head[[2, 5]] == 0).all() and (grad_bias[[2, 5]] == 0).all()
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
