@@ -50,30 +50,3 @@ def test_accuracy_where_torch_makes_half_precision_by_default(device, default):
         torch.set_default_dtype(before)
     assert accuracy.dtype == torch.float32
     torch.testing.assert_close(accuracy, torch.tensor(69994 / 70000, device=device))
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("ignored, dtype", [(-100, torch.int64), (7, torch.uint8), (250, torch.uint8)], ids=str)
-@pytest.mark.parametrize("padding", [0.5, float("inf"), float("nan")])
-def test_token_log_probs_of_ignored_rows(device, ignored, dtype, padding):
-    """Log-probability, entropy and their gradients are 0, whatever the row holds."""
-    x = torch.randn(2, 3, 40, device=device)
-    x[0, 1] = x[1, 2] = padding
-    x.requires_grad_()
-    target = torch.tensor([[1, ignored, 39], [0, 5, ignored]], device=device).to(dtype)
-    counted = (target.to(torch.int64) != ignored).unsqueeze(-1)
-    log_probs, entropy, _ = xent_ops.token_log_probs(x, target, ignore_index=ignored)
-    wanted = torch.where(counted, x, 0.0).log_softmax(-1)
-    index = torch.where(counted.squeeze(-1), target.to(torch.int64), 0)
-    for value, rows in (
-        (log_probs, wanted.gather(-1, index.unsqueeze(-1))),
-        (entropy, -(wanted.exp() * wanted).sum(-1, keepdim=True)),
-    ):
-        rows = torch.where(counted, rows, 0.0).squeeze(-1)
-        torch.testing.assert_close(value, rows)
-        assert value[0, 1] == value[1, 2] == 0
-        upstream = torch.rand(2, 3, device=device)
-        (grad,) = torch.autograd.grad(value, x, upstream, retain_graph=True)
-        assert grad[0, 1].count_nonzero() == grad[1, 2].count_nonzero() == 0
-        (other,) = torch.autograd.grad(rows, x, upstream, retain_graph=True)
-        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)

@@ -86,17 +86,6 @@ def test_all_rows_ignored_and_no_rows(device, reduction, weighted):
             assert x.grad.count_nonzero() == 0
 
 
-@pytest.mark.usefixtures("eager_and_dispatched")
-def test_rows_of_padding_may_hold_anything(device):
-    x = torch.randn(4, 100, device=device)
-    x[1], x[2] = float("nan"), float("inf")
-    x.requires_grad_()
-    target = torch.tensor([3, -100, -100, 4], device=device)
-    loss = xent_ops.cross_entropy(x, target, lse_square_scale=0.01, label_smoothing=0.125)
-    loss.backward()
-    assert loss.isfinite() and x.grad.isfinite().all() and x.grad[1:3].count_nonzero() == 0
-
-
 def test_entropy_of_padding_may_be_nan(device, kernels):
     x = torch.randn(4, 100, device=device)
     x[1], x[2] = float("nan"), float("inf")
