@@ -67,6 +67,8 @@ def _integration(model_or_trainer: Any) -> Any:
         "a model of your own calls xent_ops.LinearCrossEntropyLoss, or is compiled with "
         "xent_ops.inductor.options(linear=True)"
     )
+    if isinstance(model_or_trainer, (list, tuple)):  # Megatron's get_model
+        hint = "call it on each model in it"
     inner = model_or_trainer
     while (wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None))) is not None:
         inner = wrapped

@@ -91,6 +91,8 @@ def test_remove_xent_and_what_stays():
     report = xent_ops.use_xent(model)
     assert "output_layer (64 classes over 1 ranks, 4 matrix multiplications) and its loss" in str(report)
     assert torch.equal(model(*inputs), want(*inputs))
+    assert model.state_dict().keys() == want.state_dict().keys()
+    assert model.sharded_state_dict().keys() == want.sharded_state_dict().keys()
     model.eval()
     with torch.no_grad():
         cases.assert_close(model(*inputs, labels=labels) * mask, want(*inputs, labels=labels) * mask)
@@ -100,6 +102,18 @@ def test_remove_xent_and_what_stays():
     assert "forward" not in vars(model.output_layer) and not model._forward_pre_hooks and not model._forward_hooks
     with pytest.raises(RuntimeError, match="use_xent is not on for this model"):
         xent_ops.remove_xent(model)
+
+
+@pytest.mark.parametrize("loss_mask", [False, True])
+def test_packed_sequences(loss_mask):
+    """(1, B S): the positions of each sequence, and attention within it."""
+    (ids, positions, attention), labels, mask = next(cases.batches())
+    blocks = torch.block_diag(*[(~attention[0, 0]).int()] * cases.B)[None, None] == 0
+    packed = [tensor.reshape(1, -1) for tensor in (ids, positions, labels, mask)]
+    model, want = cases.make(), step(cases.make())
+    use_xent(model, loss_mask=loss_mask)
+    losses, gradients = step(model, ((packed[0], packed[1], blocks), *packed[2:]))
+    cases.assert_close((losses.view(cases.B, cases.S), gradients), want)
 
 
 @pytest.mark.parametrize("options, products", [({}, 4), ({"loss_mask": True}, 3)])
@@ -238,7 +252,7 @@ def test_other_models_are_refused():
         use_xent(cases.make(OtherLoss))
     with pytest.raises(TypeError, match=r"expected a GPTModel or MambaModel of megatron.core, .* got .*Linear"):
         use_xent(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"use_xent takes a GPTModel of Megatron-Core, .* got list"):
+    with pytest.raises(TypeError, match=r"use_xent takes a GPTModel .* got list: call it on each model in it"):
         xent_ops.use_xent([cases.make()])
 
 

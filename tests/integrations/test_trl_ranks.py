@@ -12,8 +12,12 @@ for package in ("trl", "datasets", "peft"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+KINDS = ["SFT", "DPO", "KTO", "GRPO", "RLOO", "GKD", "Distillation"]
+WRAPPED = ["FSDP", "ZeRO-3", "ZeRO-2 training", "ZeRO-3 training"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO", "GKD", "Distillation", "FSDP", "ZeRO-3", "ZeRO-3 training"])
+@pytest.mark.parametrize("kind", KINDS + WRAPPED)
 def test_two_ranks(kind):
     if kind.startswith("ZeRO") and importlib.util.find_spec("deepspeed") is None:  # importing it asks for compilers
         pytest.skip("deepspeed is not installed")

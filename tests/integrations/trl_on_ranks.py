@@ -1,5 +1,6 @@
 """Trainers of TRL on several ranks, with use_xent and without; started by torchrun from test_trl_ranks.py."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xent_ops.integrations.trl import use_xent
 
-ZERO_3_MODELS = {"SFT": "Llama", "DPO": "Gemma2", "GRPO": "Qwen2"}
+ZERO_MODELS = {"SFT": "Llama", "DPO": "Gemma2", "KTO": "Llama", "GRPO": "Qwen2", "RLOO": "Llama"}
 # Weights of any size are in parts, and gathered only where they are used.
 LIMITS = ("param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
 ZERO_3 = {"stage": 3, **{f"stage3_{name}": 0 for name in LIMITS}}
@@ -61,45 +62,46 @@ def deepspeed_for(folder):
     import deepspeed
 
     deepspeed.ops.__compatible_ops__ = {}  # else it compiles an operator at first, for minutes
-    for name in ZERO_3_MODELS.values():
+    for name in ZERO_MODELS.values():
         trainers.saved(folder, name)
+    trainers.saved(folder, "Llama", hidden_size=24, intermediate_size=48)  # the teacher
     return deepspeed
 
 
-def training_below_zero_3(folder):
-    """Whole runs, of models whose weights are in parts from the beginning: a trainer makes them so."""
+def training_below_zero(folder, stage):
+    """Whole runs. Of stage 3 weights are in parts from the beginning: a trainer makes them so."""
     deepspeed = deepspeed_for(folder)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")  # without a GPU accelerate would count one process
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config = {"zero_optimization": ZERO_3, "zero_allow_untested_optimizer": True, **dict.fromkeys(names, "auto")}
+    zero = {2: {"stage": 2}, 3: ZERO_3}[stage]
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **dict.fromkeys(names, "auto")}
     options = {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
 
     def untouched(trainer):
         assert trainer.is_deepspeed_enabled and trainer.accelerator.num_processes == 2
-        assert all(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters())
+        assert all(hasattr(parameter, "ds_id") == (stage == 3) for parameter in trainer.model.parameters())
 
-    for kind, name in ZERO_3_MODELS.items():
+    gathered = deepspeed.zero.GatheredParameters if stage == 3 else contextlib.nullcontext
+    distilling = {"GKD": "Llama", "Distillation": "Llama"} if stage == 2 else {}
+    for kind, name in (ZERO_MODELS | distilling).items():
         runs = []
         for before_training in (use_xent, untouched):
             AcceleratorState._reset_state()
-            runs.append(
-                trainers.run(kind, folder, before_training, deepspeed.zero.GatheredParameters, name=name, **options)
-            )
+            runs.append(trainers.run(kind, folder, before_training, gathered, name=name, **options))
         trainers.assert_same_run(*runs)
 
 
 def below_zero_3(folder):
     """A step of the fused head for each of its losses, use_xent before the engine is made and after."""
     deepspeed = deepspeed_for(folder)
-    trainers.saved(folder, "Llama", hidden_size=24, intermediate_size=48)
     deepspeed.init_distributed("gloo")
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": ZERO_3,
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
     }
-    for kind, name in ZERO_3_MODELS.items():
+    for kind, name in ZERO_MODELS.items():
         found = []
         for order in (None, "before", "after"):
             trainer = trainers.make(kind, folder, name)
@@ -132,8 +134,10 @@ def below_zero_3(folder):
 if __name__ == "__main__":
     kind = sys.argv[1]
     with tempfile.TemporaryDirectory() as name:
-        if kind in (wrapped := {"FSDP": below_fsdp, "ZeRO-3": below_zero_3, "ZeRO-3 training": training_below_zero_3}):
+        if kind in (wrapped := {"FSDP": below_fsdp, "ZeRO-3": below_zero_3}):
             wrapped[kind](Path(name))
+        elif kind.endswith(" training"):
+            training_below_zero(Path(name), int(kind.removeprefix("ZeRO-")[0]))
         else:
             below_ddp(kind, Path(name))
     print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: the same\n", end="")
