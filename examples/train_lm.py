@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 
@@ -227,7 +227,7 @@ def draw(runs: dict[str, Run], args: argparse.Namespace) -> None:
 
 
 def report(console: Console, runs: dict[str, Run], breaks: dict[str, int], args: argparse.Namespace) -> None:
-    table = Table("", *map(in_two_lines, runs))
+    table = Table("", *(Column(in_two_lines(name), no_wrap=True) for name in runs))
 
     def row(title: str, text: Callable[[Run], str]) -> None:
         table.add_row(title, *map(text, runs.values()))
