@@ -21,11 +21,6 @@ def distribution_version(*names: str) -> str | None:
     return None
 
 
-def triton_version() -> str | None:
-    """The version from metadata. Importing Triton is slow, and a broken Triton may be the problem to report."""
-    return distribution_version("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-ascend")
-
-
 def cpu_name() -> str:
     found = re.search(r"Model name:\s*(.+)", collect_env.get_cpu_info(collect_env.run) or "")
     return found[1].strip() if found else platform.processor() or platform.machine()
@@ -36,7 +31,10 @@ def versions() -> dict[str, str | None]:
         "xent_ops": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        # From metadata: importing Triton is slow, and a broken Triton may be the problem to report.
+        "triton": distribution_version(
+            "triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-ascend"
+        ),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),

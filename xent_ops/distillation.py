@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .divergence_function import bind_teacher
+from .head.loop import wanted_gradients
 from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, transforms
@@ -170,11 +171,11 @@ def linear_distillation_loss(
     fixed = distillation_arguments.fixed_loss(spec, hard_weight)
     call = call.in_autocast_dtype()
     student = (call.input, call.head.weight, call.head.bias)
-    output_mask = [tensor is not None and tensor.requires_grad for tensor in student]
+    output_mask = wanted_gradients(call.input, call.head)
     heads = (*student[:2], target, *teacher[:2], student[2], teacher.teacher_bias)
     keywords: dict[str, Any] = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
     keywords |= fixed.spec.keywords()
-    if reduction == "none" or not (torch.is_grad_enabled() and any(output_mask)) or transforms.is_jit_traced():
+    if reduction == "none" or not any(output_mask) or transforms.is_jit_traced():
         name = "linear_divergences_forward"
         values, _, _ = differentiable(name, *heads, accumulate_dtype=accumulate_dtype, **keywords)
         losses = fixed.of(values)

@@ -315,4 +315,4 @@ def token_log_probs(
     else:
         row_args = (logits, target, None, False, True, batch_invariant)
         loss_or_at_ids, lse, _, entropy, _ = differentiable("cross_entropy_forward", *row_args, **rows.keywords())
-    return log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, rows)
+    return log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, rows.ignore_index)

@@ -206,4 +206,4 @@ def linear_token_log_probs(
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True)
     call = placed(call).in_autocast_dtype()
-    return log_probs_of_rows(*statistics(call, with_entropy=True), call.ids, call.loss.row_options)
+    return log_probs_of_rows(*statistics(call, with_entropy=True), call.ids, call.loss.row_options.ignore_index)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels.options import DEFAULTS, LossOptions, RowOptions
+from .kernels.options import DEFAULTS, LossOptions
 from .kernels.reference import is_counted
 from .ops.reduction import summary
 
@@ -131,10 +131,10 @@ def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int
 
 
 def log_probs_of_rows(
-    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, ids: Tensor | None, options: RowOptions
+    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, ids: Tensor | None, ignore_index: int
 ) -> TokenLogProbs:
     """``loss_or_at_ids``: losses, or with several classes per row (ids) x of each."""
-    log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, options.ignore_index)
+    log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, ignore_index)
     return TokenLogProbs(log_probs, entropy, lse)
 
 

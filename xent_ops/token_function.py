@@ -18,7 +18,7 @@ from .ops import checks, transforms
 from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.linear.chunk import with_gradients
-from .outputs import TokenLogProbs, log_probs_of_ids
+from .outputs import TokenLogProbs, log_probs_of_rows
 from .token_probe import FieldRecorder
 from .user_function import TokenRows, UserFunction, Values
 
@@ -91,11 +91,7 @@ class TokenFunction(UserFunction):
         """For tokens, (n,) or (n, K)."""
         if not self.reads_entropy:
             entropy = lse.new_full((), float("nan")).expand(lse.shape)
-        if self.several:
-            log_probs = log_probs_of_ids(loss_or_at_ids, lse, rows[-1], self.ignore_index)
-        else:
-            log_probs = -loss_or_at_ids
-        return TokenLogProbs(log_probs, entropy, lse)
+        return log_probs_of_rows(loss_or_at_ids, lse, entropy, rows[-1] if self.several else None, self.ignore_index)
 
 
 def loss_of_head(call: LinearCall, function: TokenRows) -> Tensor:

@@ -31,10 +31,6 @@ def _wants_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _accumulator(tensor: Tensor) -> str:
-    return "float64" if tensor.dtype == torch.float64 else "float32"
-
-
 def _shape_and_dtype(name: str) -> dict[str, Callable[[Tensor], Any]]:
     return {f"{name}.shape": lambda t: tuple(t.shape), f"{name}.dtype": lambda t: t.dtype}
 
@@ -42,7 +38,7 @@ def _shape_and_dtype(name: str) -> dict[str, Callable[[Tensor], Any]]:
 # Field: the argument's name, and its properties that all ranks must agree on. Every rank must pass it, or none.
 _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     "target": ("target", {"target.shape": lambda t: tuple(t.shape), "targets": lambda t: t.to(torch.int64).cpu()}),
-    "logits": ("logits_shard", {"accumulation in": _accumulator}),
+    "logits": ("logits_shard", {"accumulation in": lambda t: "float64" if t.dtype == torch.float64 else "float32"}),
     "input": ("input", {**_shape_and_dtype("input"), "input.requires_grad": _wants_grad}),
     "weight": ("weight_shard", {"weight_shard.requires_grad": _wants_grad}),  # shape and dtype follow from the input's
     "bias": ("bias_shard", {"bias_shard.requires_grad": _wants_grad}),

@@ -195,5 +195,5 @@ def vocab_parallel_linear_token_log_probs(
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
     rows, entropy = sharded_rows(call, ranks, with_entropy=True)
     ids = by_ranks(call.ids, call.sequence_dim, ranks)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ids, call.loss.row_options)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ids, call.loss.row_options.ignore_index)
     return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

@@ -159,16 +159,15 @@ class CrossEntropySteps:
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         (logits,), shard_range, class_weight = chunk_logits, self.head.shard_range, self.head.class_weight
-        weight_of_classes = None if class_weight is None else class_weight[: self.columns]
-        slice_args, ids_per_row = (shard_range, weight_of_classes), 0 if part.ids is None else part.ids.shape[1]
         rows = shard.join_statistics(
             gathered,
             first_columns(logits, self.columns),
             part.target,
-            *slice_args,
+            shard_range,
+            None if class_weight is None else class_weight[: self.columns],
             self.with_entropy,
             self.loss.row_options,
-            ids_per_row,
+            0 if part.ids is None else part.ids.shape[1],
             self.ranks.in_rank_order,
         )
         grad_loss, grad_lse, grad_entropy, divisors, grad_ids = self.upstream(rows, part)

@@ -22,10 +22,6 @@ class Accelerator(NamedTuple):
     multiplies_into_float32: bool  # torch.mm(out_dtype=) of 16-bit operands
 
 
-def _cuda_capability(device: torch.device) -> tuple[int, int] | None:
-    return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
-
-
 CUDA = Accelerator(
     "cuda",
     "CUDA",
@@ -33,7 +29,7 @@ CUDA = Accelerator(
     getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
     torch.cuda.device,
     torch.cuda.get_device_properties,
-    _cuda_capability,
+    lambda device: None if torch.version.hip is not None else torch.cuda.get_device_capability(device),
     True,
 )
 

@@ -41,13 +41,10 @@ def why_not(input: Tensor, linear_weight: Tensor) -> str | None:
     for name, operand in (("input", input), ("linear_weight", linear_weight)):
         if operand.numel() == 0:
             return f"{name} of shape {tuple(operand.shape)} has nothing to multiply"
-    if input.shape[1] % (16 // input.element_size()) or not _dense(linear_weight):
+    step = 16 // input.element_size()
+    if input.shape[1] % step or not linear_weight.is_contiguous() or linear_weight.data_ptr() % 16:
         return "rows of input and linear_weight must be contiguous and of whole 16 bytes"
     return None
-
-
-def _dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
