@@ -278,7 +278,6 @@ def what_is_communicated(device):
 def colwise_parallel(device):
     """As users write it: the head's weight is split, its output left split, the loss takes it; eager and compiled."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, V, bias=False)).to(device)
     split = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, V, bias=False)).to(device)
     split.load_state_dict(plain.state_dict())

@@ -1,7 +1,6 @@
-"""A user's function of each token's divergences where each rank holds some rows of both heads.
+"""A user's function of each token's divergences where each rank holds some rows of both heads: see token_loss.py.
 
-Every rank calls the function after the join, on the same divergences of all tokens, and so gets the same bits. The
-collectives are those of distillation.py.
+The collectives are those of distillation.py.
 """
 
 from __future__ import annotations

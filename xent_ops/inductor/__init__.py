@@ -26,11 +26,7 @@ cache_tag.install()
 
 
 def _before_tracing() -> None:
-    """Install the cache tag, and at the first trace the lowerings.
-
-    It installs the tag at every trace, because another thread has none, and the user may have set another. It installs
-    the lowerings late, because importing Inductor's tables takes over a second; Inductor needs them before it compiles.
-    """
+    """The lowerings are installed late, because importing Inductor's tables takes over a second."""
     cache_tag.install()
     lowerings.install()
 
