@@ -17,6 +17,7 @@ import xent_ops
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 import megatron_on_ranks as cases
+from helpers.dispatch_log import Log
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -127,6 +128,16 @@ def test_products(options, products):
             step(model)
         flops.append(counter.get_total_flops())
     assert flops[1] - flops[0] == (products - 3) * 2 * cases.B * cases.S * cases.H * cases.V
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_mask": True}])
+def test_no_value_is_read(options):
+    """For which the host would wait for a GPU."""
+    model = cases.make()
+    use_xent(model, **options)
+    with Log() as log:
+        step(model)
+    assert log.seen and "aten._local_scalar_dense.default" not in log.seen
 
 
 def test_no_mask_in_a_call():

@@ -240,9 +240,9 @@ class _Head:
 
 
 class _OfSum(torch.autograd.Function):
-    """(total, losses, mask) -> losses. Their gradient is a number times the mask; the total's is this number, else NaN.
+    """(total, losses, mask) -> losses. Their gradient is a number times the mask, and the total's is this number.
 
-    The host does not wait for the device.
+    Otherwise the total's gradient is NaN.
     """
 
     @staticmethod
@@ -257,6 +257,7 @@ class _OfSum(torch.autograd.Function):
             return grad.new_zeros(()), None, None
         # The rows of the largest factor know the number best; squares of factors could overflow or vanish.
         largest, place = mask.abs().flatten().max(0)
-        number = torch.where(largest > 0, grad.flatten()[place] / mask.flatten()[place], 0.0)
+        # take: an index in brackets would be read into an int, for which the host waits
+        number = torch.where(largest > 0, grad.take(place) / mask.take(place), 0.0)
         kept = (grad - number * mask).abs().amax() <= 1e-5 * grad.abs().amax()
         return torch.where(kept, number, float("nan")), None, None
