@@ -314,6 +314,17 @@ def test_the_readme_s_shares_are_measured():
     assert f"against ours without it | 1/{round(all_rows / skipping)} |" in README
 
 
+def test_the_readme_s_head_of_megatron_is_measured():
+    unfused, fused = "Megatron, unfused", "Megatron, fused (native)"
+    rows, promised = table_of("`use_xent`", unfused, fused), table_of("`use_xent`, `loss_mask=True`")[0]
+    times, peaks = ([float(line[f"TP 1, {column}"]) for line in (promised, *rows)] for column in ("ms", "peak MiB"))
+    for place, name in ((2, "unfused loss, the default"), (3, "fused loss")):
+        shares = [short(found[0] / found[place]) for found in (times, peaks)]
+        assert f"against its {name} | {shares[0]} | {shares[1]} |" in README
+    plain = " and ".join(short(times[1] / times[place]) for place in (2, 3))
+    assert f"Without `loss_mask=True` Megatron's head and loss take {plain} of those times" in README
+
+
 def test_the_readme_s_step_of_use_xent_is_measured():
     rows = next(rows for header, rows in MEASURED if header == ["untouched", "`use_xent(model)`"])
     for mode, cells in rows.items():
