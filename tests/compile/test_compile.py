@@ -115,6 +115,24 @@ def test_dynamic(device, backend):
         assert_close(mine, gradients(function, *tensors), torch.float32)
 
 
+def test_strided_classes():
+    """(N, C, S) on a CPU: one graph for every number of classes, also of positions whose number depends on data."""
+    step = torch.compile(xent_ops.cross_entropy, fullgraph=True, backend="aot_eager")
+    for number, classes in enumerate((40, 130, 61)):
+        x, target = torch.randn(8, classes, 7), torch.randint(classes, (8, 7))
+        torch._dynamo.mark_dynamic(x, 1)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            torch.testing.assert_close(step(x, target), xent_ops.cross_entropy(x, target))
+
+    def masked(x, target, mask):
+        return xent_ops.cross_entropy(x[:, :, mask], target[:, mask])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        arguments = torch.randn(8, 40, 7), torch.randint(40, (8, 7)), torch.arange(7) % 3 > 0
+        step = torch.compile(masked, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(step(*arguments), masked(*arguments))
+
+
 def test_a_float_specialises_as_for_torch():
     """Another label_smoothing recompiles exactly as often as with F.cross_entropy."""
 

@@ -42,7 +42,8 @@ def depend_on_data(tensor: torch.Tensor) -> bool:
 
 def statically_true(condition: Any) -> bool:
     """Does the condition hold for all sizes of the range? Adds no guard: a package has none."""
-    if isinstance(condition, (bool, torch.Tensor)):  # torch.jit.trace has sizes as tensors
+    # Dynamo calls a symbol a bool. torch.jit.trace has sizes as tensors.
+    if not torch.compiler.is_dynamo_compiling() and isinstance(condition, (bool, torch.Tensor)):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
