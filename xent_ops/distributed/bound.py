@@ -62,7 +62,7 @@ def bind_shard(
 
 
 def _check_head(input: Tensor, head: HeadSlice) -> None:
-    """A slice may be empty."""
+    """Raise what its operators would, before anything is computed, by the caller's names. A slice may be empty."""
     contract = OPERATORS["linear_cross_entropy_backward"].contract
     tensors = {"input": input, "linear_weight": head.weight, "linear_bias": head.bias}
     options = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords()}

@@ -1,6 +1,6 @@
 """Linear cross entropy where each rank holds some rows of the head.
 
-pipelined.py computes losses with ``pipelined=True``, sharded_rows.py the others. docs/distributed.md has both ways.
+pipelined.py computes the calls of its ``is_pipelined``, sharded_rows.py the others. docs/distributed.md has both ways.
 """
 
 from __future__ import annotations

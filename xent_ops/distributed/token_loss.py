@@ -1,7 +1,7 @@
 """A user's function of each token's statistics where each rank holds some rows of the head.
 
 Every rank calls the function after the join, on the same statistics of all tokens, and so gets the same bits. The
-collectives are the same as in linear.py, with 4 numbers a row if the function reads entropies.
+collectives are those of docs/distributed.md, with 4 numbers a row if the function reads entropies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Operators for one rank's slice of the head: its statistics, and the join of all ranks' statistics.
 
-They are called as those of ops/shard.py: by distributed/sharded_rows.py. The join's formula computes the logits again,
-because they were not kept. Its grad_input is this rank's part of a sum over ranks. The formula calls torch's functional
-collectives for the sum: a node of the backward graph.
+The statistics are of detached tensors, and the caller's all-gather runs between both, as for ops/shard.py. The join's
+formula computes the logits again, because they were not kept. Its grad_input is this rank's part of a sum over ranks.
+The formula calls torch's functional collectives for the sum: a node of the backward graph.
 """
 
 from __future__ import annotations
