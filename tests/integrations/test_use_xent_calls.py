@@ -118,15 +118,17 @@ def test_the_default_device_is_not_the_models():
         assert use_xent(model).logits_dtype is torch.float32
 
 
+@pytest.mark.parametrize("in_eval", [False, True])
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(strict):
+def test_export(strict, in_eval):
     """Without strict, weights are fake tensors while it traces."""
-    model, (ids, labels) = tiny.make(use_cache=False), tiny.batch()
-    use_xent(model)
+    model, (ids, labels) = tiny.make(use_cache=False).train(not in_eval), tiny.batch()
+    use_xent(model, in_eval=in_eval)
     with torch.no_grad():
         program = torch.export.export(model, (), {"input_ids": ids, "labels": labels}, strict=strict).module()
-        loss = program(input_ids=ids, labels=labels).loss
-    torch.testing.assert_close(loss, model(input_ids=ids, labels=labels).loss.detach())
+        found, want = (dict(call(input_ids=ids, labels=labels)) for call in (program, model))
+    assert ("predictions" in want) == in_eval
+    torch.testing.assert_close(found, want)
 
 
 def test_a_model_without_values():
