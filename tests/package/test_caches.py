@@ -136,6 +136,15 @@ def test_tracing_brings_the_tag_back(key):
     assert key.cache_key_tag == f"mine+{cache_tag.tag()}"
 
 
+def test_the_rank_is_in_the_keys(key, monkeypatch):
+    """A graph of DTensors has its rank's part of the classes, and ranks of one host share a cache folder."""
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(cache_tag.dist, name, lambda value=value: value)
+    cache_tag.install()
+    cache_tag.install()
+    assert key.cache_key_tag == f"{cache_tag.tag()}+rank_1_of_2_"
+
+
 def test_the_tag_is_of_version_and_sources(tmp_path, monkeypatch):
     def tag_of(folder):
         monkeypatch.setattr(cache_tag, "_PACKAGE", folder / "xent_ops")
