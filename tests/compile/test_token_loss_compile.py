@@ -8,9 +8,11 @@ import torch
 from helpers.graphs import AotEagerAndRecordGraphs, CompileCounterWithBackend, calls_of, inductor_code, operator_names
 from helpers.heads import random_head
 from helpers.token_losses import LOSSES, focal, grpo, reinforce, rows_of
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import xent_ops
+from xent_ops.head import loop
 
 V, H, N = 40, 16, 24
 
@@ -238,3 +240,17 @@ def test_memory_is_the_gradients_and_one_chunk():
         gradients(step, x, head, target, *given)
         peak = torch.cuda.max_memory_allocated() - before
         assert peak <= own + 1.15 * chunk + 4 * rows * width * 2, (peak / 2**20, own / 2**20, chunk / 2**20)
+
+
+def test_the_last_chunk_ends_at_the_number_of_rows():
+    """Else Inductor gets sizes of a symbol that no input of a backward of DTensors has."""
+    found = []
+
+    def trace(x):
+        head = loop.HeadSlice(torch.empty(V, H), None, None, chunking=loop.Chunking(chunk_rows=3))
+        ends, _ = loop._ends(x.shape[0], 2, x, head, 2)
+        found.extend((str(ends[-1]), str(x.shape[0])))
+        return x.sin()
+
+    make_fx(trace, tracing_mode="symbolic")(torch.randn(10, H))
+    assert found[0] == found[1]

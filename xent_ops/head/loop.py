@@ -291,7 +291,7 @@ def _ends(number: int, parts: int, rows: Tensor, head: HeadSlice, world: int) ->
         size = rows_of_one_shape(rows, share, chunking.chunk_rows, chunking.logits_dtype, parts)
         return [*range(0, max(number, 1), size), number], size
     size = rows_of_chunk(parts * number, rows, share, False, chunking.chunk_rows, chunking.logits_dtype)
-    count = max(-(-(parts * number) // size), 1)
+    count = int(max(-(-(parts * number) // size), 1))  # a symbol would stay in the ends, of which the last is number
     if count == 2 and world > 1 and chunking.chunk_rows is None:
         count = 1  # both would be in memory at once. One is 1.3 % faster: four H200s, 8192 x 4096 x 32064, 2026-11
     return [number * i // count for i in range(count + 1)], None
