@@ -60,8 +60,7 @@ def step(fused: bool, options: dict[str, Any] | None) -> Function:
         config = TransformerConfig(
             num_layers=1, hidden_size=hidden, num_attention_heads=dist.get_world_size(), params_dtype=dtype,
             tensor_model_parallel_size=dist.get_world_size(), cross_entropy_loss_fusion=fused,
-            cross_entropy_fusion_impl="native", gradient_accumulation_fusion=False, bias_activation_fusion=False,
-            masked_softmax_fusion=False, bias_dropout_fusion=False,
+            cross_entropy_fusion_impl="native", gradient_accumulation_fusion=False,
         )  # fmt: skip
         found = model_class()(config, classes)
         if options is not None:

@@ -240,9 +240,9 @@ class _Head:
 
 
 class _OfSum(torch.autograd.Function):
-    """(total, losses, mask) -> losses. Their gradient is a number times the mask, and the total's is this number.
+    """(total, losses, mask) -> losses.
 
-    Otherwise the total's gradient is NaN.
+    If the losses' gradient is a number times the mask, the total's gradient is this number. Otherwise it is NaN.
     """
 
     @staticmethod
