@@ -31,6 +31,7 @@ from helpers import closing_line
 from helpers.closing_line import pytest_sessionfinish  # noqa: F401 (pytest calls it)
 from helpers.guards import leave_guards_untimed
 from helpers.interpreter import INTERPRETED, patch_language_once
+from helpers.workers import Workers
 
 import xent_ops
 from xent_ops.kernels import sizes
@@ -99,6 +100,25 @@ def same_numbers_in_any_order():
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Processes of a process group, by (world, device), started when first asked for: ``pool(2, device).run(case)``."""
+    started = {}
+
+    def get(world, device):
+        if device == "cpu" and world > 4:
+            pytest.skip(f"{world} processes are for {world} GPUs: no case takes another way from 4 on")
+        if (world, device) in started and started[world, device].broken:
+            started.pop((world, device)).close()
+        if (world, device) not in started:
+            started[world, device] = Workers(world, device)
+        return started[world, device]
+
+    yield get
+    for workers in started.values():
+        workers.close()
 
 
 @pytest.fixture

@@ -2,10 +2,6 @@
 
 import doctest
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import xent_ops
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
-import megatron_on_ranks as cases
+import megatron_cases as cases
 from helpers.dispatch_log import Log
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -29,21 +25,26 @@ from xent_ops.integrations.megatron import remove_xent, use_xent
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with cases.on_a_cpu():
+    with cases.groups("cpu"):
         yield
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("case, ranks", [
-    ("tensor_parallel", 2), ("pipeline", 2), ("distributed_optimizer", 2), ("context_parallel", 2), ("context_parallel", 4),
-])  # fmt: skip
-def test_ranks(case, ranks):
-    script = str(Path(__file__).with_name("megatron_on_ranks.py"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, *launcher, script, case], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert all(f"rank {rank} of {ranks}: right" in result.stdout for rank in range(ranks))
+    (cases.tensor_parallel, 2), (cases.tensor_parallel, 4), (cases.pipeline, 2), (cases.distributed_optimizer, 2),
+    (cases.context_parallel, 2), (cases.context_parallel, 4),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
+def test_ranks(pool, device, case, ranks):
+    pool(ranks, device).run(case)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_mask": True}], ids=["rows", "mask"])
+@pytest.mark.parametrize("compiled, graphed", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_graphs(pool, device, ranks, compiled, graphed, options):
+    if device == "cpu" and (graphed or ranks > 2):
+        pytest.skip("CPUs have no CUDA graphs, and four ranks compile what two do")
+    pool(ranks, device).run(cases.graphs, compiled, graphed, options)
 
 
 OPTIONS = {

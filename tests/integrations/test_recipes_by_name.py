@@ -155,9 +155,9 @@ def test_sentence_transformers():
 def test_log_probs_of_megatron_core(recipes, tied):
     """The functions for verl, NeMo-RL, SkyRL and slime, on a GPTModel."""
     package("megatron.core", "megatron-core")
-    import megatron_on_ranks as cases
+    import megatron_cases as cases
 
-    with cases.on_a_cpu():
+    with cases.groups("cpu"):
         inputs, labels, _ = next(cases.batches())
         labels = labels.clamp(min=0)
         model, ours = cases.make(tied=tied), cases.make(tied=tied)

@@ -1,14 +1,13 @@
-"""Training of Megatron-Core's GPTModel with our loss and with its own; started by torchrun from test_megatron.py."""
+"""Training of Megatron-Core's GPTModel with our loss and with its own. Every rank runs a case of test_megatron.py."""
 
 import contextlib
 import copy
 import itertools
-import os
-import sys
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from helpers.gpu import captured
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -24,12 +23,13 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 import xent_ops
 
 V, H, B, S, STEPS = 64, 16, 2, 8, 4
-SIZES = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-ON_A_CPU = {
+SIZES = {"num_layers": 2, "hidden_size": H, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+IN_PLAIN_TORCH = {
     "use_cpu_initialization": True, "gradient_accumulation_fusion": False, "bias_activation_fusion": False,
     "masked_softmax_fusion": False, "bias_dropout_fusion": False,
 }  # fmt: skip
@@ -69,6 +69,7 @@ class GatheringAttention(DotProductAttention):
 class AsOnAGpu(TorchFunctionMode):
     """Megatron makes tensors on a GPU, and asks for the types of tensors there."""
 
+    @torch.compiler.disable  # compiled, it mixes up the results of calls (torch 2.13)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
@@ -80,36 +81,42 @@ class AsOnAGpu(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def on_a_cpu(**sizes):
-    """Megatron's groups on CPUs. It asks for the GPU's number, and keeps states of the GPU's random numbers."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(AsOnAGpu())
-        for owner, name, ours in (
+def groups(device, **sizes):
+    """Megatron's groups. Its random numbers are left alone: a CUDA graph cannot set their state. On CPUs Megatron asks
+    for the GPU's number."""
+    patches = [
+        (CudaRNGStatesTracker, "fork", lambda self, *args: contextlib.nullcontext()),
+        (WrappedTorchNorm, "__new__", norm),
+    ]
+    if device == "cpu":
+        patches += [
             (torch.cuda, "current_device", lambda: "cpu"),
             (torch.cuda, "synchronize", lambda: None),
             (torch.cuda.random, "get_rng_state", lambda **kwargs: None),
             (megatron_random, "_set_cuda_rng_state", lambda state, **kwargs: None),
-            (CudaRNGStatesTracker, "fork", lambda self, *args: contextlib.nullcontext()),
-            (WrappedTorchNorm, "__new__", norm),
-        ):
+        ]
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(AsOnAGpu())
+        for owner, name, ours in patches:
             stack.enter_context(mock.patch.object(owner, name, ours))
         parallel_state.initialize_model_parallel(**sizes)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
 
 
-def make(kind=GPTModel, tied=False, dtype=torch.float32, chunk=0, **options):
+def make(kind=GPTModel, tied=False, dtype=torch.float32, chunk=0, device="cpu", **options):
     """The same weights in each call. ``chunk`` of this rank's chunks in a virtual pipeline."""
     torch.manual_seed(0)
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    ranks, virtual = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
     sizes = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "tensor_model_parallel_size": ranks, "num_attention_heads": max(2, ranks),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": virtual, "pipeline_dtype": dtype,
     }  # fmt: skip
     sizes |= {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
-    config = TransformerConfig(**(SIZES | ON_A_CPU | sizes | options))
+    config = TransformerConfig(**(SIZES | IN_PLAIN_TORCH | sizes | options))
     layer, mtp = get_gpt_layer_local_spec(), None
     if config.context_parallel_size > 1:
         layer.submodules.self_attention.submodules.core_attention = GatheringAttention
@@ -126,10 +133,10 @@ def make(kind=GPTModel, tied=False, dtype=torch.float32, chunk=0, **options):
         for parameter in made.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(5.0)  # logits that differ
-    return made
+    return made.to(device)
 
 
-def batches(seed=1):
+def batches(seed=1, device="cpu"):
     """Steps of (arguments of the model, labels, mask). Where a label is -1, the mask is 0."""
     draws = torch.Generator().manual_seed(seed)
     attention = torch.ones(1, 1, S, S).tril() < 0.5  # True: hidden
@@ -137,7 +144,8 @@ def batches(seed=1):
         ids, labels = torch.randint(V, (2, B, S), generator=draws)
         mask = (torch.rand(B, S, generator=draws) < 0.7) * torch.tensor([[1.0], [0.5]])
         labels = torch.where((mask == 0) & (torch.arange(S) % 2 == 0), -1, labels)
-        yield (ids, torch.arange(S).expand(B, S), attention), labels, mask
+        inputs = (ids, torch.arange(S).expand(B, S), attention)
+        yield tuple(tensor.to(device) for tensor in inputs), labels.to(device), mask.to(device)
 
 
 def on_this_rank(inputs, labels, mask):
@@ -150,20 +158,42 @@ def on_this_rank(inputs, labels, mask):
     return (ids, positions, attention[..., order]), labels, mask
 
 
-def train(model, **options):
+def step(model, inputs, labels, mask, tokens):
+    """The losses that count, behind a backward of their mean over ``tokens``."""
+    losses = model(*inputs, labels=labels, loss_mask=mask)
+    ((losses * mask).sum() / tokens).backward()
+    return losses.detach() * mask
+
+
+class GraphedStep:
+    """``step`` in a CUDA graph of the first batch."""
+
+    graph = None
+
+    def __call__(self, model, *batch):
+        parameters = list(model.parameters())
+        if self.graph is None:
+            self.batch = tree_map(torch.clone, batch)
+            self.graph, self.losses = captured(lambda: step(model, *self.batch), model.zero_grad)
+            self.gradients = [parameter.grad for parameter in parameters]
+        tree_map(torch.Tensor.copy_, self.batch, batch)
+        self.graph.replay()
+        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.losses.clone()
+
+
+def train(model, step=step):
     """(losses of each step, gradients of each step by name, weights behind the last one)"""
     optimizer, losses, gradients = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9), [], []
-    for batch in batches():
+    for batch in batches(device=next(model.parameters()).device):
         optimizer.zero_grad()
-        inputs, labels, mask = on_this_rank(*batch)
-        found = model(*inputs, labels=labels, loss_mask=mask, **options)
-        ((found * mask).sum() / batch[2].sum()).backward()
+        losses.append(step(model, *on_this_rank(*batch), batch[2].sum()))
         for parameter in model.parameters():
             if getattr(parameter, "sequence_parallel", False):  # of each rank's tokens
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
             dist.all_reduce(parameter.grad, group=parallel_state.get_context_parallel_group())
         optimizer.step()
-        losses.append(found.detach() * mask)
         gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     return losses, gradients, dict(model.named_parameters())
 
@@ -185,32 +215,43 @@ def assert_close(got, want, budget=2e-6):
             assert_close(one, other, budget)
 
 
-def compare(variant, **options):
-    want, model = train(make(**VARIANTS[variant])), make(**VARIANTS[variant])
+def compare(variant, device="cpu", **options):
+    want, model = train(make(device=device, **VARIANTS[variant])), make(device=device, **VARIANTS[variant])
     report = xent_ops.use_xent(model, **options)
     assert_close(train(model), want)
     return report
 
 
-def tensor_parallel():
-    with on_a_cpu(tensor_model_parallel_size=dist.get_world_size()):
+def tensor_parallel(device):
+    ranks = dist.get_world_size()
+    with groups(device, tensor_model_parallel_size=ranks):
         for variant, options in itertools.product(VARIANTS, ({}, {"loss_mask": True, "chunk_rows": 5})):
-            report = compare(variant, **options)
-            assert (report.ranks, report.classes) == (2, V)
+            report = compare(variant, device, **options)
+            assert (report.ranks, report.classes) == (ranks, V)
             assert report.sequence_parallel == ("sequence" in variant) and report.tied == ("tied" in variant)
             assert report.heads == VARIANTS[variant].get("mtp_num_layers", 0) + 1
 
 
-def context_parallel():
+def graphs(device, compiled, graphed, options):
+    """Tensor parallel, compiled by Inductor, or in CUDA graphs, or both, beside the untouched model in eager."""
+    with groups(device, tensor_model_parallel_size=dist.get_world_size()):
+        want, model = train(make(device=device)), make(device=device)
+        xent_ops.use_xent(model, **options)
+        if compiled:
+            model.compile()
+        assert_close(train(model, GraphedStep() if graphed else step), want, 1e-5)
+
+
+def context_parallel(device):
     """The sequence is split over two ranks; with four ranks the head too."""
-    with on_a_cpu():  # each rank by itself
-        whole, _, _ = train(make())
-    with on_a_cpu(context_parallel_size=2, tensor_model_parallel_size=dist.get_world_size() // 2):
+    with groups(device):  # each rank by itself
+        whole, _, _ = train(make(device=device))
+    with groups(device, context_parallel_size=2, tensor_model_parallel_size=dist.get_world_size() // 2):
         parts = [get_batch_on_this_cp_rank({"losses": losses})["losses"] for losses in whole]
-        assert_close(train(make())[0], parts)  # our attention is right
+        assert_close(train(make(device=device))[0], parts)  # our attention is right
         for variant in ("plain", "multi-token prediction, tied"):
             for options in ({}, {"loss_mask": True, "chunk_rows": 3}):
-                compare(variant, **options)
+                compare(variant, device, **options)
 
 
 def forward_step(data, model):
@@ -223,9 +264,9 @@ def forward_step(data, model):
     return model(*inputs, labels=labels, loss_mask=mask), loss_of
 
 
-def train_by_schedule(used, chunks=1, tied=False, loss_mask=False, **ddp):
+def train_by_schedule(used, device, chunks=1, tied=False, loss_mask=False, **ddp):
     """As ``train``, by Megatron's schedule, DDP and optimizer: two steps of ``STEPS`` micro-batches, an evaluation."""
-    models = [make(tied=tied, chunk=chunk, num_layers=4) for chunk in range(chunks)]
+    models = [make(tied=tied, chunk=chunk, num_layers=4, device=device) for chunk in range(chunks)]
     config, ddp = models[0].config, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=300, **ddp)
     config.finalize_model_grads_func = finalize_model_grads
     models = [DistributedDataParallel(config, ddp, model) for model in models]
@@ -242,7 +283,7 @@ def train_by_schedule(used, chunks=1, tied=False, loss_mask=False, **ddp):
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
-        data = [batches(10 * step + parallel_state.get_data_parallel_rank()) for _ in models]
+        data = [batches(10 * step + parallel_state.get_data_parallel_rank(), device) for _ in models]
         seen = get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=data, model=models, forward_only=step == 2, **sizes
         )
@@ -256,27 +297,19 @@ def train_by_schedule(used, chunks=1, tied=False, loss_mask=False, **ddp):
     return losses, gradients, [dict(model.named_parameters()) for model in models]
 
 
-def pipeline():
+def pipeline(device):
     """1F1B, and the interleaved schedule of a virtual pipeline."""
     for chunks in (1, 2):
         sizes = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-        with on_a_cpu(pipeline_model_parallel_size=2, **sizes):
+        with groups(device, pipeline_model_parallel_size=2, **sizes):
             for options in ({}, {"tied": True, "loss_mask": True}):
-                want = train_by_schedule(False, chunks, **options)
-                assert_close(train_by_schedule(True, chunks, **options), want)
+                want = train_by_schedule(False, device, chunks, **options)
+                assert_close(train_by_schedule(True, device, chunks, **options), want)
 
 
-def distributed_optimizer():
+def distributed_optimizer(device):
     """Two replicas of the model; each updates half of the weights."""
-    with on_a_cpu():
+    with groups(device):
         for options in ({}, {"tied": True, "loss_mask": True}):
             options["use_distributed_optimizer"] = True
-            assert_close(train_by_schedule(True, **options), train_by_schedule(False, **options))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    globals()[sys.argv[1]]()
-    print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: right\n", end="")
-    dist.destroy_process_group()
+            assert_close(train_by_schedule(True, device, **options), train_by_schedule(False, device, **options))
