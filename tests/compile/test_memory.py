@@ -7,14 +7,14 @@ import torch
 from helpers.graphs import calls_of, inductor_code, run_and_get_code
 
 import xent_ops
-from tools.bench.opaque import opaque_backward
+from tools.bench.losses import opaque_inductor
 from xent_ops.inductor.lowerings import reuse
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 IN_PLACE, FUNCTIONAL = "cross_entropy_backward_", "cross_entropy_backward"
 
 
-def step_code(device, rows=64, dynamic=False):
+def step_code(device, rows=64, dynamic=False, **options):
     """Inductor's code for h @ W.T -> loss -> backward with a vocabulary of 5008; the gradient is eager's.
 
     A multiple of 8: odd ones Inductor pads on CUDA, when its timing says so, with a copy of the gradient.
@@ -30,7 +30,7 @@ def step_code(device, rows=64, dynamic=False):
     if dynamic:
         torch._dynamo.mark_dynamic(h, 0)
         torch._dynamo.mark_dynamic(target, 0)
-    code = inductor_code(torch.compile(function, fullgraph=True), h, target)
+    code = inductor_code(torch.compile(function, fullgraph=True, **options), h, target)
     torch.testing.assert_close(h.grad, wanted, rtol=2e-2, atol=2e-2 * wanted.abs().max().item())
     return code
 
@@ -144,13 +144,21 @@ def test_logits_that_live_on_are_not_overwritten(cpu_as_cuda):
     torch.testing.assert_close(mine, with_gradients(function))
 
 
-def test_an_opaque_backward_needs_two(device):
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_an_opaque_backward_needs_two(device, dynamic):
     """That the tests above can fail, and that the benchmark compares with what it says."""
-    with opaque_backward():
-        code = step_code(device)
+    code = step_code(device, dynamic=dynamic, backend=opaque_inductor)
     assert calls_of(FUNCTIONAL, code) == 1 and calls_of(IN_PLACE, code) == 0 and "mm; del mm  # reuse" not in code
     torch.compiler.reset()
-    assert calls_of(FUNCTIONAL, step_code(device)) == 0, "and all is as before"
+    assert calls_of(FUNCTIONAL, step_code(device, dynamic=dynamic)) == 0, "and all is as before"
+
+
+def test_an_opaque_backward_is_compiled_with_its_forward(device):
+    """Later it would come from the compile caches, which may have one that writes over the logits."""
+    x = torch.randn(4, 9, device=device, requires_grad=True)
+    loss = torch.compile(xent_ops.cross_entropy, backend=opaque_inductor)
+    _, code = run_and_get_code(loss, x, torch.arange(4, device=device))
+    assert calls_of(FUNCTIONAL, "\n".join(code)) == 1
 
 
 def test_with_grad_overwrites_a_product(cpu_as_cuda):
