@@ -1,4 +1,4 @@
-"""Training of Megatron-Core's GPTModel with our loss and with its own. Every rank runs a case of test_megatron.py."""
+"""Training of Megatron-Core's GPTModel with our loss and with its own; run on every rank by test_megatron.py."""
 
 import contextlib
 import copy
@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers.gpu import captured
+from helpers.graphs import CompileCounterWithBackend, operator_names
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import nn
@@ -29,6 +31,7 @@ import xent_ops
 
 V, H, B, S, STEPS = 64, 16, 2, 8, 4
 SIZES = {"num_layers": 2, "hidden_size": H, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+# No fused kernels. Made on the CPU, the weights are the same for any number of ranks and on any device.
 IN_PLAIN_TORCH = {
     "use_cpu_initialization": True, "gradient_accumulation_fusion": False, "bias_activation_fusion": False,
     "masked_softmax_fusion": False, "bias_dropout_fusion": False,
@@ -67,9 +70,8 @@ class GatheringAttention(DotProductAttention):
 
 
 class AsOnAGpu(TorchFunctionMode):
-    """Megatron makes tensors on a GPU, and asks for the types of tensors there."""
+    """Megatron's optimizers and schedules make tensors on a GPU, and ask for the types of tensors there."""
 
-    @torch.compiler.disable  # compiled, it mixes up the results of calls (torch 2.13)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") == "cuda":
@@ -80,10 +82,14 @@ class AsOnAGpu(TorchFunctionMode):
         return result.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else result
 
 
+def as_on_a_gpu(device):
+    return AsOnAGpu() if device == "cpu" else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def groups(device, **sizes):
-    """Megatron's groups. Its random numbers are left alone: a CUDA graph cannot set their state. On CPUs Megatron asks
-    for the GPU's number."""
+    """Megatron's process groups, and its norm replaced. Its tracker of random numbers is off: no seeds are set, and a
+    CUDA graph cannot set them. On CPUs its questions about the GPU are answered too."""
     patches = [
         (CudaRNGStatesTracker, "fork", lambda self, *args: contextlib.nullcontext()),
         (WrappedTorchNorm, "__new__", norm),
@@ -96,11 +102,10 @@ def groups(device, **sizes):
             (megatron_random, "_set_cuda_rng_state", lambda state, **kwargs: None),
         ]
     with contextlib.ExitStack() as stack:
-        if device == "cpu":
-            stack.enter_context(AsOnAGpu())
         for owner, name, ours in patches:
             stack.enter_context(mock.patch.object(owner, name, ours))
-        parallel_state.initialize_model_parallel(**sizes)
+        # One minute, as in helpers/workers.py: so long a collective waits for a rank that failed.
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=1, **sizes)
         stack.callback(parallel_state.destroy_model_parallel)
         yield
 
@@ -108,7 +113,9 @@ def groups(device, **sizes):
 def make(kind=GPTModel, tied=False, dtype=torch.float32, chunk=0, device="cpu", **options):
     """The same weights in each call. ``chunk`` of this rank's chunks in a virtual pipeline."""
     torch.manual_seed(0)
-    ranks, virtual = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    MTPLossLoggingHelper.tracker.clear()  # it has as many losses as the process's first model had layers for them
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     sizes = {
         "tensor_model_parallel_size": ranks, "num_attention_heads": max(2, ranks),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
@@ -159,14 +166,14 @@ def on_this_rank(inputs, labels, mask):
 
 
 def step(model, inputs, labels, mask, tokens):
-    """The losses that count, behind a backward of their mean over ``tokens``."""
+    """Forward and backward of the mean loss over ``tokens``. Returns the losses times the mask."""
     losses = model(*inputs, labels=labels, loss_mask=mask)
     ((losses * mask).sum() / tokens).backward()
     return losses.detach() * mask
 
 
-class GraphedStep:
-    """``step`` in a CUDA graph of the first batch."""
+class CapturedStep:
+    """``step``, captured in a CUDA graph with the first batch. Each call copies a batch into it and replays it."""
 
     graph = None
 
@@ -232,14 +239,19 @@ def tensor_parallel(device):
             assert report.heads == VARIANTS[variant].get("mtp_num_layers", 0) + 1
 
 
-def graphs(device, compiled, graphed, options):
-    """Tensor parallel, compiled by Inductor, or in CUDA graphs, or both, beside the untouched model in eager."""
+def compiled_or_captured(device, compiled, in_cuda_graph, options):
+    """Tensor parallel, beside the untouched model in eager."""
+    backend = CompileCounterWithBackend("inductor")
     with groups(device, tensor_model_parallel_size=dist.get_world_size()):
         want, model = train(make(device=device)), make(device=device)
         xent_ops.use_xent(model, **options)
         if compiled:
-            model.compile()
-        assert_close(train(model, GraphedStep() if graphed else step), want, 1e-5)
+            model.compile(backend=backend)
+        assert_close(
+            train(model, CapturedStep() if in_cuda_graph else step), want, 1e-5
+        )  # Inductor sums in its own order
+    names = [name for graph in backend.graphs for name in operator_names(graph)]
+    assert any("xent" in name for name in names) == compiled, names
 
 
 def context_parallel(device):
@@ -301,7 +313,7 @@ def pipeline(device):
     """1F1B, and the interleaved schedule of a virtual pipeline."""
     for chunks in (1, 2):
         sizes = {"virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None}
-        with groups(device, pipeline_model_parallel_size=2, **sizes):
+        with groups(device, pipeline_model_parallel_size=2, **sizes), as_on_a_gpu(device):
             for options in ({}, {"tied": True, "loss_mask": True}):
                 want = train_by_schedule(False, device, chunks, **options)
                 assert_close(train_by_schedule(True, device, chunks, **options), want)
@@ -309,7 +321,7 @@ def pipeline(device):
 
 def distributed_optimizer(device):
     """Two replicas of the model; each updates half of the weights."""
-    with groups(device):
+    with groups(device), as_on_a_gpu(device):
         for options in ({}, {"tied": True, "loss_mask": True}):
             options["use_distributed_optimizer"] = True
             assert_close(train_by_schedule(True, device, **options), train_by_schedule(False, device, **options))

@@ -14,6 +14,7 @@ import xent_ops
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 import megatron_cases as cases
 from helpers.dispatch_log import Log
+from helpers.graphs import CompileCounterWithBackend, operator_names
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -38,13 +39,23 @@ def test_ranks(pool, device, case, ranks):
     pool(ranks, device).run(case)
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_mask": True}], ids=["rows", "mask"])
-@pytest.mark.parametrize("compiled, graphed", [(True, False), (False, True), (True, True)])
+MASKED = pytest.mark.parametrize("options", [{}, {"loss_mask": True}], ids=["rows", "mask"])
+
+
+@MASKED
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_graphs(pool, device, ranks, compiled, graphed, options):
-    if device == "cpu" and (graphed or ranks > 2):
-        pytest.skip("CPUs have no CUDA graphs, and four ranks compile what two do")
-    pool(ranks, device).run(cases.graphs, compiled, graphed, options)
+def test_compiled_over_ranks(pool, device, ranks, options):
+    if device == "cpu" and ranks > 2:
+        pytest.skip("on CPUs two ranks compile what four do")
+    pool(ranks, device).run(cases.compiled_or_captured, True, False, options)
+
+
+@pytest.mark.gpu
+@MASKED
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_cuda_graphs(pool, ranks, compiled, options):
+    pool(ranks, "cuda").run(cases.compiled_or_captured, compiled, True, options)
 
 
 OPTIONS = {
@@ -215,8 +226,10 @@ def test_the_example_runs(function):
 def test_compiled():
     want, model = cases.make(), cases.make()
     use_xent(model, loss_mask=True)
-    compiled = torch.compile(model, backend="aot_eager")
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=backend)
     cases.assert_close(step(compiled)[0], step(want)[0])
+    assert any("xent" in name for graph in backend.graphs for name in operator_names(graph))
     cases.assert_close(*({name: p.grad for name, p in one.named_parameters()} for one in (model, want)))
 
 

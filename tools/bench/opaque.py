@@ -19,7 +19,8 @@ def opaque_backward() -> Iterator[None]:
     decomposition.fast_random_decomps.cache_clear()
     try:
         with (
-            # The backward with the forward: outside of this context the caches would give one that writes over the logits.
+            # The backward is compiled with the forward. Compiled later, outside of this context, it could come from the
+            # caches, as one that writes over the logits.
             config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True),
             torch.compiler.config.patch(force_disable_caches=True),  # type: ignore[attr-defined]
         ):
