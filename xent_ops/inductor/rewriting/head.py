@@ -25,7 +25,8 @@ from .reading import behind, input_of
 
 # linear="auto" replaces a head with at least this many bytes of logits. Our operator's time against compiled F for
 # head and loss (H200, bfloat16, `bench --linear 2048`): equal for 125 MiB of logits, on another day 7 % less; 7 to 12 %
-# less for 250 MiB, with the same memory; 4 to 7 % less from 500 MiB on, with less memory if the logits exceed a chunk (head/sizes.py).
+# less for 250 MiB, with the same memory; 4 to 7 % less from 500 MiB on, with less memory if the logits exceed a chunk
+# (head/sizes.py).
 WORTHWHILE = {"cpu": 64 * 2**20}
 WORTHWHILE_ON_GPUS = 250 * 2**20
 
