@@ -9,8 +9,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def collected():
-    """Of the files that import it: a CUDA graph of an earlier test that the garbage collector frees during a capture
-    would invalidate that, and an earlier test's memory would count."""
+    """Of the files that import it: an earlier test's memory would count, and its CUDA graph, freed during a capture
+    without ``captured``, would invalidate that."""
     gc.collect()
     yield
     gc.collect()
@@ -37,6 +37,7 @@ def captured(step, before=lambda: None):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     before()
+    gc.collect()  # an earlier CUDA graph that is freed during the capture would invalidate it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()

@@ -5,7 +5,6 @@ test.
 """
 
 import datetime
-import gc
 import importlib
 import os
 import tempfile
@@ -52,8 +51,6 @@ def _serve(rank, world, device, store, pipe):
         except BaseException:
             pipe.send(traceback.format_exc())
         torch.compiler.reset()
-        if device == "cuda":
-            gc.collect()  # models and CUDA graphs of this case: freed in the next one's capture, they would break it
     dist.destroy_process_group()
 
 
