@@ -241,8 +241,7 @@ def graph(device):
 
         forward, backward = graphs_of(step, x, w, b, target.to(device))
         wait = "_c10d_functional.wait_tensor"
-        # gloo's is waited for at once
-        gather = ["_c10d_functional.all_gather_into_tensor", wait, *([wait] if device == "cpu" else [])]
+        gather = ["_c10d_functional.all_gather_into_tensor", wait]
         middle = ["xent.divergences_forward", *gather] if between else []
         last = ["_c10d_functional.all_reduce", wait, "xent.attach_gradients"]
         assert forward == ["xent.linear_divergences_chunk", *gather, *middle, *last], forward

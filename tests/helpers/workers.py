@@ -5,8 +5,11 @@ test.
 """
 
 import datetime
+import faulthandler
 import importlib
 import os
+import pathlib
+import signal
 import tempfile
 import time
 import traceback
@@ -27,7 +30,8 @@ PRELOAD = [
 ]
 
 
-def _serve(rank, world, device, store, pipe):
+def _serve(rank, world, device, folder, pipe):
+    faulthandler.register(signal.SIGUSR1, os.open(f"{folder}/stacks of rank {rank}", os.O_WRONLY | os.O_CREAT))
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -36,7 +40,7 @@ def _serve(rank, world, device, store, pipe):
             os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=TIMEOUT),
@@ -66,7 +70,7 @@ class Workers:
         self.pipes, self.processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
-            arguments = (rank, world, device, f"{self.folder.name}/store", theirs)
+            arguments = (rank, world, device, self.folder.name, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()  # then a rank that dies is an EOFError here, not a wait
@@ -80,7 +84,7 @@ class Workers:
         failures = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                failures.append(f"rank {rank} did not answer in {CASE_TIMEOUT} s")
+                failures.append(f"rank {rank} did not answer in {CASE_TIMEOUT} s:\n{self._stacks(rank)}")
                 continue
             try:
                 failure = pipe.recv()
@@ -90,6 +94,13 @@ class Workers:
                 failures.append(f"rank {rank}: {failure}")
         self.broken = bool(failures)
         assert not failures, "\n".join(failures)
+
+    def _stacks(self, rank):
+        """Where the threads of a rank stand. It writes them without Python's lock, which a hanging rank may hold."""
+        file = pathlib.Path(self.folder.name, f"stacks of rank {rank}")
+        os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return file.read_text()
 
     def close(self):
         for pipe in self.pipes:

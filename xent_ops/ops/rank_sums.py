@@ -23,15 +23,22 @@ def _collectives() -> Any:
 
 
 def wait(result: Tensor) -> Tensor:
-    """What a collective returned, when it has arrived."""
-    return _collectives().wait_tensor(result)
+    """What gather or start returned, when it has arrived: on a CPU, at once."""
+    return result if result.device.type == "cpu" else _collectives().wait_tensor(result)
+
+
+def _in_flight(result: Tensor) -> Tensor:
+    """What a collective returned. On a CPU it has arrived, because there one is in flight at a time.
+
+    Two all-gathers of gloo in flight corrupt the heap, in plain torch too (2.11, 2.13, 2.15). With a sum in flight
+    beside an all-gather, a rank of three hung once in some tens of runs of the tests (2.13, 2026-11-28).
+    """
+    return _collectives().wait_tensor(result) if result.device.type == "cpu" else result
 
 
 def gather(tensor: Tensor, world: int, group_name: str) -> Tensor:
     """(world * n, ...) of each rank's (n, ...). Call wait on it."""
-    gathered = _collectives().all_gather_into_tensor(tensor, world, group_name)
-    # Two all-gathers of gloo in flight at a time corrupt the heap, in plain torch too (2.11, 2.13, 2.15).
-    return _collectives().wait_tensor(gathered) if tensor.device.type == "cpu" else gathered
+    return _in_flight(_collectives().all_gather_into_tensor(tensor, world, group_name))
 
 
 def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_order: bool) -> Tensor:
@@ -43,17 +50,17 @@ def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_
     if scattered:
         if in_rank_order:
             return _part_of_sum(tensor, world, group_name)
-        return _collectives().reduce_scatter_tensor(tensor, "sum", world, group_name)
+        return _in_flight(_collectives().reduce_scatter_tensor(tensor, "sum", world, group_name))
     if not in_rank_order:
         collectives = _collectives()
         all_reduce = collectives.all_reduce if transforms.is_recorded() else collectives.all_reduce_
-        return all_reduce(tensor, "sum", group_name)
+        return _in_flight(all_reduce(tensor, "sum", group_name))
     missing = -tensor.shape[0] % world
     if missing == 0:
         return gather(_part_of_sum(tensor, world, group_name), world, group_name)
     filled_up = torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
     total = gather(_part_of_sum(filled_up, world, group_name), world, group_name)
-    return _collectives().wait_tensor(total)[: tensor.shape[0]]
+    return wait(total)[: tensor.shape[0]]
 
 
 def _part_of_sum(tensor: Tensor, world: int, group_name: str) -> Tensor:
