@@ -208,7 +208,7 @@ def shard_range(columns: int, class_start: int, num_classes: int) -> None:
     ):
         return
     check_value(num_classes > 0, lambda: f"num_classes must be at least 1, got {num_classes}")
-    check_value(  # sym_min: torch 2.11 adds a bool to a symbol as a bool
+    check_value(  # torch 2.11 cannot add a bool to a symbol, such as columns > 0
         class_start >= 0 and class_start + torch.sym_min(columns, 1) <= num_classes,
         lambda: (
             f"class_start={class_start} with {columns} columns lies beyond num_classes={num_classes}: a "

@@ -27,8 +27,8 @@ def wait(result: Tensor) -> Tensor:
     return result if result.device.type == "cpu" else _collectives().wait_tensor(result)
 
 
-def _in_flight(result: Tensor) -> Tensor:
-    """What a collective returned. On a CPU it has arrived, because there one is in flight at a time.
+def _one_at_a_time(result: Tensor) -> Tensor:
+    """What a collective returned. On a CPU it is waited for, so that one collective is in flight at a time.
 
     Two all-gathers of gloo in flight corrupt the heap, in plain torch too (2.11, 2.13, 2.15). With a sum in flight
     beside an all-gather, a rank of three hung once in some tens of runs of the tests (2.13, 2026-11-28).
@@ -38,7 +38,7 @@ def _in_flight(result: Tensor) -> Tensor:
 
 def gather(tensor: Tensor, world: int, group_name: str) -> Tensor:
     """(world * n, ...) of each rank's (n, ...). Call wait on it."""
-    return _in_flight(_collectives().all_gather_into_tensor(tensor, world, group_name))
+    return _one_at_a_time(_collectives().all_gather_into_tensor(tensor, world, group_name))
 
 
 def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_order: bool) -> Tensor:
@@ -50,11 +50,11 @@ def start(tensor: Tensor, world: int, group_name: str, scattered: bool, in_rank_
     if scattered:
         if in_rank_order:
             return _part_of_sum(tensor, world, group_name)
-        return _in_flight(_collectives().reduce_scatter_tensor(tensor, "sum", world, group_name))
+        return _one_at_a_time(_collectives().reduce_scatter_tensor(tensor, "sum", world, group_name))
     if not in_rank_order:
         collectives = _collectives()
         all_reduce = collectives.all_reduce if transforms.is_recorded() else collectives.all_reduce_
-        return _in_flight(all_reduce(tensor, "sum", group_name))
+        return _one_at_a_time(all_reduce(tensor, "sum", group_name))
     missing = -tensor.shape[0] % world
     if missing == 0:
         return gather(_part_of_sum(tensor, world, group_name), world, group_name)
