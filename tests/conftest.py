@@ -34,6 +34,7 @@ from helpers.interpreter import INTERPRETED, patch_language_once
 from helpers.workers import Workers
 
 import xent_ops
+from xent_ops import _environment
 from xent_ops.kernels import sizes
 from xent_ops.ops import library, transforms
 
@@ -100,6 +101,14 @@ def same_numbers_in_any_order():
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request):
     return request.param
+
+
+@pytest.fixture(scope="session")
+def aoti_packages():
+    """For tests that load an AOTInductor package: where its C++ compiler's packages cannot be loaded, the process would
+    die."""
+    if problem := _environment.package_problem():
+        pytest.skip(problem)
 
 
 @pytest.fixture(scope="session")

@@ -230,6 +230,8 @@ def main(arguments: argparse.Namespace) -> int:
     say("\nbatch_invariant=True")
     for name, what in row_bits.items():
         say(f"  {name}: {what}")
+    packages = _environment.package_problem()
+    say(f"\nAOTInductor packages\n  {packages or 'this C++ compiler builds packages that this process can load'}")
     say(INTERPRETED if interpreted else "\nTRITON_INTERPRET is not set: Triton kernels are compiled.")
     say("\nA loss and its gradient on each device, against float64 (torch.compile takes 10 s to a minute)")
     checks = _checks(found, say)
@@ -244,6 +246,7 @@ def main(arguments: argparse.Namespace) -> int:
         notes.append("TRITON_INTERPRET is set: a process with a GPU would run Triton kernels a thousand times slower")
     notes += [f"torch {torch.__version__} does not serve {what}: {cost}" for what, cost in LEFT_OUT.items()]
     notes += [f"batch_invariant=True, {name}: {what}" for name, what in row_bits.items() if what.startswith("NOT SO")]
+    notes += [f"AOTInductor packages: {packages}"] if packages else []
     everything = "Nothing is wrong, but:" if notes else "Everything is right."
     say("\nSomething is wrong:" if wrong else f"\n{everything}")
     for each in wrong + notes:
@@ -255,6 +258,7 @@ def main(arguments: argparse.Namespace) -> int:
             "skip_ignored": skipping,
             "batch_invariant": row_bits,
             "library": library,
+            "packages": packages,
             "triton_interpret": interpreted,
             "checks": checks,
             "problems": wrong,

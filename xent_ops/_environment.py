@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
+import os
 import platform
 import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from torch.utils import collect_env
@@ -39,3 +46,33 @@ def versions() -> dict[str, str | None]:
         "rocm": torch.version.hip,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
     }
+
+
+@functools.cache
+def package_problem() -> str | None:
+    """Why this process cannot load the AOTInductor packages that it compiles, or None.
+
+    Inductor compiles them by CXX, else g++. A compiler may link libstdc++ statically. Then the process has two copies
+    of it, and torch crashes as it loads any package, one without our operators too (torch 2.11, 2026-11-29).
+    """
+    if sys.platform != "linux":
+        return None
+    compiler = os.environ.get("CXX") or "g++"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "probe.so"
+        command = [*shlex.split(compiler), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+        try:
+            subprocess.run(command, input=_PROBE, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            return f"the C++ compiler {compiler} (CXX, else g++) does not compile: {words[0] if words else error}"
+        if b"libstdc++.so" in library.read_bytes():  # among the libraries that the dynamic linker loads
+            return None
+    return (
+        f"the C++ compiler {compiler} (CXX, else g++) does not link the shared libstdc++ that torch uses, so torch "
+        "would crash as it loads a package; set CXX to another compiler, such as /usr/bin/g++"
+    )
+
+
+# Its code is in libstdc++, not in headers.
+_PROBE = "#include <iostream>\nvoid probe() { std::cout << 1; }\n"

@@ -20,7 +20,7 @@ def of_tokens(x, head, target):
 
 def of_log_probs(x, head, target):
     stats = xent_ops.linear_token_log_probs(x, head, target, batch_invariant=True)
-    return -stats.log_probs - 0.1 * stats.entropy
+    return torch.stack([-stats.log_probs, 0.5 * stats.entropy])  # no sum: Inductor fuses a product with one
 
 
 def of_logits(x, head, target):
@@ -46,7 +46,7 @@ def test_bits_of_eager(device, loss, backend):
             value = call(rows, head, classes)
             found.append((value.detach(), *torch.autograd.grad(value.sum(), rows)))
         (eager, eager_grad), (value, gradient) = found
-        if value.dim() == 1:
+        if value.dim():
             assert torch.equal(value, eager)
         if loss is not of_tokens:  # whose function Inductor computes in another order
             assert torch.equal(gradient, eager_grad)
@@ -103,7 +103,7 @@ def test_exported_for_any_number_of_rows(loss, rows):
 
 
 @pytest.mark.slow  # 20 s of the C++ compiler
-def test_package_for_any_number_of_rows(tmp_path):
+def test_package_for_any_number_of_rows(tmp_path, aoti_packages):
     model = Model(of_log_probs)
     path = torch._inductor.aoti_compile_and_package(exported(model, Dim.DYNAMIC), package_path=f"{tmp_path}/rows.pt2")
     assert_bits_of_eager(torch._inductor.aoti_load_package(path), model)

@@ -106,7 +106,7 @@ def test_exported(device, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
 @pytest.mark.parametrize("step", [of_heads, of_logits])
-def test_package_of_aotinductor(tmp_path, device, step, classes):
+def test_package_of_aotinductor(tmp_path, aoti_packages, device, step, classes):
     class Loss(torch.nn.Module):
         def forward(self, *tensors):
             return step(*tensors)

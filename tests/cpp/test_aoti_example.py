@@ -49,7 +49,7 @@ def program(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def packed(request, tmp_path_factory):
+def packed(request, tmp_path_factory, aoti_packages):
     """(library, folder of packages, what Python printed). Packages for CUDA need no library."""
     library = _extension.LIBRARY if request.param == "cpu" else "none"
     if request.param == "cpu" and not library.exists():

@@ -52,7 +52,7 @@ def distilled(x, head, target, teacher_input, teacher):
 
 
 @pytest.mark.slow
-def test_packages_without_python(tmp_path):
+def test_packages_without_python(tmp_path, aoti_packages):
     """AOTInductor packages of an evaluation and of training steps, where neither xent_ops nor its library is loaded."""
     model, example = Model(), (torch.randn(4, 6), torch.arange(4))
     longer = torch.randn(6, 6), torch.arange(6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xent_ops
-from xent_ops import _compile_check, _doctor, _doctor_npu, _extension, _private
+from xent_ops import _compile_check, _doctor, _doctor_npu, _environment, _extension, _private
 from xent_ops.__main__ import main
 from xent_ops.kernels import cpu
 from xent_ops.ops import library
@@ -340,3 +340,23 @@ def test_gpu_is_checked(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "cuda:0" in out and out.count("torch.compile: ok") == len(_doctor.devices())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no libstdc++ of torch")
+@pytest.mark.parametrize(
+    "compiler, problem",
+    [
+        ("g++", None),
+        ("g++ -static-libstdc++", "does not link the shared libstdc++"),
+        ("g++-of-nobody", "does not compile"),
+    ],
+)
+def test_compiler_of_packages(monkeypatch, compiler, problem):
+    """A package whose compiler links libstdc++ statically would end the process as it is loaded."""
+    monkeypatch.setenv("CXX", compiler)
+    _environment.package_problem.cache_clear()
+    try:
+        found = _environment.package_problem()
+    finally:
+        _environment.package_problem.cache_clear()
+    assert found is None if problem is None else problem in found
