@@ -170,41 +170,6 @@ def test_options(call):
 # Arguments that a function lacks
 
 
-def test_arguments_by_other_names():
-    """As Liger-Kernel, torch and trainers call them: the error names the argument that there is."""
-    x, w, t = problem()
-    logits, fn = F.linear(x, w), lambda stats: -stats.log_probs
-    z_loss = r"add factor \* stats.lse \*\* 2 in fn$"
-    for call, name, text in (
-        (lambda **o: xent_ops.cross_entropy(logits, t, **o), "z_loss", "pass lse_square_scale=, its factor$"),
-        (lambda **o: xent_ops.cross_entropy(logits, t, **o), "temperature", "pass logit_scale=, one over it$"),
-        (lambda **o: xent_ops.linear_cross_entropy(x, w, t, **o), "bias", "pass linear_bias=$"),
-        (lambda **o: xent_ops.linear_cross_entropy(x, w, t, **o), "num_items_in_batch", 'pass divisor=, .*"sum"$'),
-        (lambda **o: xent_ops.linear_token_loss(x, w, t, fn, **o), "z_loss", z_loss),
-        (lambda **o: xent_ops.token_loss(logits, t, fn, **o), "lse_square_scale", z_loss),
-        (lambda **o: xent_ops.distillation_loss(logits, logits, **o), "alpha", "it has input, teacher_input, target, "),
-        (lambda **o: xent_ops.token_log_probs(logits, t, **o), "reduction", "it has input, target, ignore_index, "),
-        (lambda **o: xent_ops.LinearCrossEntropyLoss(H, V, **o), "weight", "pass class_weight=, .* tied_weight="),
-        (lambda **o: xent_ops.CrossEntropyLoss(**o), "size_average", "pass reduction=$"),
-        (lambda **o: xent_ops.cross_entropy(logits, t, **o), "divisor", 'divide the loss of reduction="sum" by it$'),
-        (lambda **o: xent_ops.LinearCrossEntropyLoss(H, V, **o), "divisor", "pass divisor= to its call$"),
-        (lambda **o: xent_ops.CrossEntropyLoss(**o), "num_items_in_batch", 'divide the loss of reduction="sum" by it$'),
-        (lambda **o: xent_ops.cross_entropy(logits, t, **o), "return_z_loss", "cross_entropy_outputs .* have z_loss$"),
-        (lambda **o: xent_ops.inductor.options(**o), "mode", "pass base=, the name of the mode$"),
-        (
-            lambda **o: xent_ops.distributed.vocab_parallel_linear_cross_entropy(x, w, t, **o),
-            "bias",
-            "pass bias_shard=$",
-        ),
-    ):
-        with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'; {text}"):
-            call(**{name: 0.5})
-    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'fn'$"):
-        xent_ops.token_loss(logits, t, reduction="sum")
-    with pytest.raises(Exception, match="lse_square_scale=, its factor"):
-        compiled(lambda logits, t: xent_ops.cross_entropy(logits, t, z_loss=1e-4))(logits, t)
-
-
 def test_arguments_by_position():
     """Bias, weight and options go by name."""
     x, w, t = problem()

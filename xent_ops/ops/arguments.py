@@ -18,6 +18,7 @@ from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator
 from ..kernels.rows import dense_classes, reads_apart
 from . import checks
+from .foreign_names import refuse_argument
 from .message_values import repr_for_message, type_name
 from .scalars import integer, is_int64, number
 
@@ -26,36 +27,6 @@ _DENSE, _FLOATS = torch.strided, checks.FLOATS  # globals are found faster than 
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-
-_TOP_K = {
-    "probs": "pass probs=",
-    "weight_shard": "use xent_ops.distributed.vocab_parallel_linear_top_k_distillation_loss(..., ids, probs)",
-    "linear_weight": "use xent_ops.linear_top_k_distillation_loss(input, linear_weight, ids, probs)",
-    "input": "use xent_ops.linear_top_k_distillation_loss of hidden states, or top_k_distillation_loss of logits",
-}
-# Argument names of torch, Liger-Kernel or a trainer -> our parameter, and advice.
-_INSTEAD = {
-    "accum_dtype": {"accumulate_dtype": "pass accumulate_dtype="},
-    "bias": {"linear_bias": "pass linear_bias=", "bias_shard": "pass bias_shard="},
-    "ce_weight": {"class_weight": "pass class_weight=", "weight": "pass weight="},
-    "chunk_size": {"chunk_rows": "pass chunk_rows="},
-    "divisor": {"tied_weight": "pass divisor= to its call", "reduction": 'divide the loss of reduction="sum" by it'},
-    "lse_square_scale": {"fn": "add factor * stats.lse ** 2 in fn"},
-    "mode": {"base": "pass base=, the name of the mode"},
-    "num_items_in_batch": {
-        "divisor": 'pass divisor=, for reduction="sum"',
-        "tied_weight": "pass divisor= to its call",
-        "reduction": 'divide the loss of reduction="sum" by it',
-    },
-    "return_z_loss": {"lse_square_scale": "cross_entropy_outputs and linear_cross_entropy_outputs have z_loss"},
-    "size_average": {"reduction": "pass reduction="},
-    "tail": _TOP_K,
-    "target": {"ids": "pass ids="},
-    "target_probs": _TOP_K,
-    "temperature": {"logit_scale": "pass logit_scale=, one over it"},
-    "weight": {"tied_weight": "pass class_weight=, or the head's as tied_weight="},
-    "z_loss": {"lse_square_scale": "pass lse_square_scale=, its factor", "fn": "add factor * stats.lse ** 2 in fn"},
-}
 
 
 def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -70,11 +41,7 @@ def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Re
     def call(*args: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
         for name in keywords:
             if name not in known:
-                has = "it has " + ", ".join([parameter for parameter in known if parameter != "self"])
-                instead = [text for parameter, text in _INSTEAD.get(name, {}).items() if parameter in known]
-                raise TypeError(
-                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}; {[*instead, has][0]}"
-                )
+                refuse_argument(function.__qualname__, name, known)
         if len(args) > most:
             names, own = list(known), int("self" in known)
             raise TypeError(
