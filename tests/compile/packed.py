@@ -41,9 +41,10 @@ class Operators(nn.Module):
         summary = ops.row_summary(loss, lse, target, weight, rows, None, top[2], ignore_index=7, **z_loss)
         with_grad = ops.cross_entropy_with_grad(logits, target, scale, square, weight, **options)
         over = ops.cross_entropy_with_grad(left @ right.t(), target, rows, None, weight, **options)
-        loss_of_entropy, *of_rows, lse_low = entropy
+        # lse_low is what float32 leaves out of lse: only their sum is a number to compare.
+        total, entropy = ((*one[:-1], one[lse].double() + one[-1]) for one, lse in ((total, 2), (entropy, 1)))
         return (
-            loss, lse, *top, loss_of_entropy, *of_rows, of_rows[0].double() + lse_low, value, divisor, *total, in_place, apart, of_entropy, *divisors, *summary, *with_grad, *over,
+            loss, lse, *top, *entropy, value, divisor, *total, in_place, apart, of_entropy, *divisors, *summary, *with_grad, *over,
             ops.linear_scale_grad(left, value),
         )  # fmt: skip
 
