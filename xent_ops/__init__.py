@@ -17,7 +17,7 @@ from .functional import check_targets, cross_entropy, cross_entropy_outputs, tok
 from .kernels.options import Reduction
 from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_token_log_probs
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
-from .ops.foreign_names import refuse_attribute
+from .ops import foreign_names as _foreign_names
 from .outputs import CrossEntropyOutputs, TokenDivergences, TokenLogProbs, TopK
 from .token_loss import linear_token_loss, token_loss
 from .top_k import linear_top_k, top_k
@@ -70,4 +70,4 @@ def __getattr__(name: str) -> Any:
     # torch.distributed and DTensor are most of a second of import time, so they are imported on first use.
     if name == "distributed":
         return importlib.import_module(".distributed", __name__)
-    refuse_attribute(__name__, name)
+    _foreign_names.refuse_attribute(__name__, name)

@@ -181,13 +181,18 @@ def distillation_token_loss(
     if classes is not None:
         if num_classes is not None:
             raise ValueError(distillation_checks.CLASSES_ALONE)
-        checks.same_shape("classes", classes.shape, input.shape[-1:], "the teacher's class of each of the student's")
+        checks.same_device("classes", classes, input)
+        meaning = "the teacher's class of each of the student's"
+        meaning += distillation_checks.mask_hint(classes, teacher_input.shape[-1])
+        checks.same_shape("classes", classes.shape, input.shape[-1:], meaning)
         if transforms.can_read(classes):
             distillation_checks.class_values(classes, teacher_input.shape[-1])
         teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
     refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
     function = DivergenceFunction(fn, rows, target, has_target, dtype, (input,), spec)
     spec, with_tops = function.spec, function.with_tops
+    if classes is not None and spec.reads("log_prob") and transforms.can_read(target):
+        checks.index_values(target, None, classes, input.shape[-1], ignore_index)
     if dtype == torch.float64:  # the lse of all of the teacher's classes has the accumulator of its logits
         teacher_input = teacher_input.to(dtype)
     given = teacher_rows(teacher_input, target, classes, with_tops, spec)

@@ -40,6 +40,7 @@ def check_targets(target: Tensor, num_classes: int, ignore_index: int = -100) ->
     """
     arguments.required("target", target)
     num_classes = scalars.at_least_one("num_classes", num_classes)
+    checks.dtype("target", target, checks.INDICES)
     checks.target_values(target, num_classes, scalars.integer("ignore_index", ignore_index))
 
 

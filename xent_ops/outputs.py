@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from .kernels.options import DEFAULTS, LossOptions
 from .kernels.reference import is_counted
+from .ops.foreign_names import refuse_field
 from .ops.reduction import summary
 
 
@@ -99,6 +100,14 @@ class TopK(NamedTuple):
     entropy: Tensor
     target_log_probs: Tensor | None
     target_ranks: Tensor | None
+
+
+def _no_field(self: Any, name: str) -> NoReturn:
+    refuse_field(type(self).__name__, name, self._fields)
+
+
+for _record in (CrossEntropyOutputs, TokenLogProbs, TokenDivergences, TopK):
+    setattr(_record, "__getattr__", _no_field)  # noqa: B010 (in the class, type checkers would accept any name)
 
 
 def outputs_of_rows(

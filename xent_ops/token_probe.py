@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .ops.foreign_names import refuse_field
+
 PROBED = 2  # tokens: with only one, a sum over tokens would have the right shape
 _HOST_READS = frozenset(
     getattr(owner, name)
@@ -133,8 +135,7 @@ class FieldRecorder:
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.record._fields:
-            fields = self.listed(self.record._fields, "and").replace("stats.", "")
-            raise AttributeError(f"{self.record.__name__} has no {name!r}; it has {fields}")
+            refuse_field(self.record.__name__, name, self.record._fields)
         self.read.append(name)
         return self.fields[name]
 

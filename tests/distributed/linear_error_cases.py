@@ -46,7 +46,7 @@ def bad_input(device):
         ({"weight_shard": torch.nn.Linear(H, size)}, TypeError, "weight_shard must be .*; pass weight_shard.weight$"),
         ({"weight_shard": w.detach().t()}, ValueError, r"weight_shard has shape .*: it is transposed, .*_shard.t\(\)"),
         ({"group": [0]}, TypeError, r"group must be a ProcessGroup, .* got \[0\]: .*new_group\(\[0\]\)"),
-        ({"divisor": 0, "reduction": "sum"}, ValueError, "divisor must not be 0"),
+        ({"divisor": 0, "reduction": "sum"}, ValueError, "divisor must be a finite number above 0, got 0"),
         ({"reduction": "avg"}, ValueError, "'avg' is not a valid value for reduction"),
         ({"divisor": 3.0}, ValueError, 'expected reduction="sum"'),
         (

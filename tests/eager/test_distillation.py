@@ -48,11 +48,11 @@ def test_gradients_that_are_wanted(device):
 
 def test_there_is_no_second_derivative(device):
     student, teacher, target = problem(device)
-    with pytest.raises(RuntimeError, match="a distillation loss has no second derivative"):
+    with pytest.raises(RuntimeError, match="this loss has no second derivative"):
         torch.autograd.grad(of_heads(student, teacher, target), student, create_graph=True)
     for rows in (of_heads(student, teacher, target, reduction="none"), of_logits(student, teacher, target)):
         (grad, *_) = torch.autograd.grad(rows.sum(), student, create_graph=True)
-        with pytest.raises(RuntimeError, match="a distillation loss has no second derivative"):
+        with pytest.raises(RuntimeError, match="this loss has no second derivative"):
             grad.sum().backward()
 
 

@@ -32,7 +32,7 @@ def test_there_is_no_second_derivative(device):
     x, head, bias, ids, _ = problem(device)
     total = xent_ops.token_log_probs(F.linear(x, head, bias), ids).log_probs.sum()
     (grad,) = torch.autograd.grad(total, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"of several classes a row, .* has no second derivative"):
+    with pytest.raises(RuntimeError, match="this loss has no second derivative"):
         grad.sum().backward()
 
 
@@ -103,7 +103,9 @@ def test_ids_out_of_range(device):
             lambda: xent_ops.token_log_probs(x @ head.t(), ids),
             lambda: xent_ops.linear_token_loss(x, head, ids, lambda stats: stats.log_probs.sum(-1), reduction="sum"),
         ):
-            with pytest.raises(IndexError, match="target 13 is out of bounds: valid are 0 to 12"):
+            with pytest.raises(
+                IndexError, match=r"^id 13 is out of bounds: valid are 0 to 12 .*ids are classes of this head"
+            ):
                 call()
         return
     for value in (

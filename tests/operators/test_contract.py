@@ -144,7 +144,8 @@ def test_a_target_out_of_range_is_an_index_error(monkeypatch, name, kernel):
         args = [None if i == slice_only else arg for i, arg in enumerate(sample.args)]
         args[index] = args[index].clone()
         args[index].view(-1)[1] = bad
-        with pytest.raises(IndexError, match=f"target {bad} is out of bounds: valid are 0 to {classes - 1}"):
+        noun = "id" if "ids" in checked.required else "target"
+        with pytest.raises(IndexError, match=f"{noun} {bad} is out of bounds: valid are 0 to {classes - 1}"):
             OPERATORS[name].overload(*args, **sample.options)
 
 

@@ -117,7 +117,10 @@ def test_constants_that_make_no_loss(way):
         ),
         (lambda: xent_ops.linear_cross_entropy(x, w, t, logit_scale=0.0), "logit_scale must not be 0"),
         (lambda: xent_ops.linear_cross_entropy(x, w, t, lse_square_scale=-0.5), "lse_square_scale must be at least 0"),
-        (lambda: xent_ops.linear_cross_entropy(x, w, t, reduction="sum", divisor=0), "divisor must not be 0, .* got 0"),
+        (
+            lambda: xent_ops.linear_cross_entropy(x, w, t, reduction="sum", divisor=0),
+            "divisor must be a finite number above 0",
+        ),
     ):
         with pytest.raises(Exception if way == "compiled" else ValueError, match=text):
             (compiled(call) if way == "compiled" else call)()

@@ -71,10 +71,10 @@ def _check_head(input: Tensor, head: HeadSlice) -> None:
     rules.chunking(call)
 
 
-def check_values(call: LinearCall) -> None:
-    """Raise the errors that depend on the values of targets."""
-    classes = call.target if call.ids is None else call.ids
-    checks.target_values(classes, call.head.shard_range[1], call.loss.row_options.ignore_index)
+def check_values(call: LinearCall, classes: Tensor | None = None) -> None:
+    """Raise the errors that depend on the values of targets. ``classes``: a draft vocabulary."""
+    number, ignore_index = call.head.shard_range[1], call.loss.row_options.ignore_index
+    checks.index_values(call.target, call.ids, classes, number, ignore_index)
 
 
 def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:

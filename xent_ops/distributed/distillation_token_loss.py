@@ -133,7 +133,7 @@ def vocab_parallel_linear_distillation_token_loss(
         start, has_target = call.head.shard_range[0], target is not None
         function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher, start)
         if check and function.spec.reads("log_prob"):
-            check_values(call)
+            check_values(call, classes)
         if classes is not None:
             mine, number = classes[: call.head.columns()], teacher.teacher_weight.shape[0]
             if number == 0 and mine.shape[0] > 0:  # no row that a class could name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -189,6 +190,8 @@ def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
         return None
     if not isinstance(value, Tensor):
         value = _divisor_of_number(number("divisor", value), input)
+    if value.dim() > 0 and value.numel() == 1:
+        raise ValueError(f"divisor has shape {tuple(value.shape)}; expected (), one number: pass divisor.squeeze()")
     if value.dim() > 0 and not value.is_floating_point():
         raise ValueError(
             f"divisor has shape {tuple(value.shape)} and integers, as a target has: the order is input, "
@@ -203,10 +206,11 @@ def divisor(value: Any, input: Tensor, reduction: str) -> Tensor | None:
 
 
 def _divisor_of_number(value: float, input: Tensor) -> Tensor:
-    if _is_zero(value):
+    if not _is_true(value > 0) or not _is_true(value < math.inf):
+        found = "" if torch.compiler.is_compiling() else f", got {value}"  # Dynamo cannot format symbols
         raise ValueError(
-            f"divisor must not be 0, by which no sum can be divided, got {value}: num_items_in_batch is 0 where all "
-            "labels of a step are ignored, a step to leave out"
+            f"divisor must be a finite number above 0{found} (num_items_in_batch is 0 where all labels of a step are "
+            "ignored: leave that step out)"
         )
     dtype = accumulator(input)
     if torch.compiler.is_compiling():  # AOTAutograd would compile again for each constant value
@@ -214,12 +218,12 @@ def _divisor_of_number(value: float, input: Tensor) -> Tensor:
     return torch.full((), value, dtype=dtype, device=input.device)
 
 
-def _is_zero(value: float) -> bool:
-    if torch.compiler.is_compiling():  # the value may be data-dependent
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
+def _is_true(condition: bool) -> bool:
+    if torch.compiler.is_compiling():  # it may depend on data
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-        return guard_or_false(value == 0)
-    return value == 0
+        return guard_or_true(condition)
+    return condition
 
 
 def chunks(

@@ -125,10 +125,20 @@ def _fits(name: str, value: float, logits_dtype: torch.dtype) -> None:
         )
 
 
+_REDUCTIONS_OF_OTHERS = {
+    "batchmean": 'of rows (N, V) it is "mean" here, one number a row; of (B, S, V) divide the loss of "sum" by B',
+    "token_mean": '"mean" divides by the number of counted tokens',
+    "token-mean": '"mean" divides by the number of counted tokens',
+    "elementwise_mean": '"mean" divides by the number of counted rows',
+}
+
+
 def reduction(value: str, valid: tuple[str, ...] = REDUCTIONS) -> None:
     if value not in valid:
+        hint = _REDUCTIONS_OF_OTHERS.get(value, "") if isinstance(value, str) else ""
         raise ValueError(
             f"{repr_for_message(value)} is not a valid value for reduction; valid are {', '.join(map(repr, valid))}"
+            f"{hint and f': {hint}'}"
         )
 
 
@@ -182,21 +192,36 @@ def refuse_log_probabilities(name: str, values: Tensor, dtype: torch.dtype = tor
         )
 
 
-def target_values(target: Tensor, num_classes: int, ignore_index: int) -> None:
+_OF_PART = "a part of a sharded head, as weight.to_local(), has a part of the classes"
+_OF_IDS = "ids are classes of this head (of a student, not of its teacher): a place without one gets ignore_index"
+_OF_STUDENT = "beside classes= a target is an id of the student (the draft's), a place in classes, not the teacher's id"
+
+
+def target_values(
+    target: Tensor, num_classes: int, ignore_index: int, noun: str = "target", hint: str = _OF_PART
+) -> None:
     """Raise IndexError for a target outside [0, num_classes) that is not ignore_index."""
-    dtype("target", target, INDICES)
     indices = target.to(torch.int64)  # uint8 would wrap around when compared with -100
     bad = ((indices < 0) | (indices >= num_classes)) & (indices != ignore_index)
     if bool(bad.any()):
         outside = indices[bad]
         first, is_mark = int(outside[0]), bool((outside == outside[0]).all())
-        hint = "a part of a sharded head, as weight.to_local(), has a part of the classes"
-        if first < 0 or (is_mark and (len(outside) > 1 or first == IGNORED_UINT8)):
-            hint = f"to ignore targets of {first}, pass ignore_index={first}"
+        if first < 0 or (hint is _OF_PART and is_mark and (len(outside) > 1 or first == IGNORED_UINT8)):
+            hint = f"to ignore {noun}s of {first}, pass ignore_index={first}"
         raise IndexError(
-            f"target {first} is out of bounds: valid are 0 to {num_classes - 1} and ignore_index={ignore_index} "
-            f"({int(bad.sum())} of {target.numel()} targets are out of bounds); {hint}"
+            f"{noun} {first} is out of bounds: valid are 0 to {num_classes - 1} and ignore_index={ignore_index} "
+            f"({int(bad.sum())} of {target.numel()} {noun}s are out of bounds); {hint}"
         )
+
+
+def index_values(
+    target: Tensor | None, ids: Tensor | None, classes: Tensor | None, num_classes: int, ignore_index: int
+) -> None:
+    """``target_values`` of what a call has: a target, several classes a row, or a target beside a draft vocabulary."""
+    if ids is not None:
+        target_values(ids, num_classes, ignore_index, "id", _OF_IDS)
+    elif target is not None:
+        target_values(target, num_classes, ignore_index, hint=_OF_PART if classes is None else _OF_STUDENT)
 
 
 def shard_range(columns: int, class_start: int, num_classes: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.divergences import Divergences
 from ..kernels.reference import columns_of
+from ..kernels.sizes import statically_equal
 from . import checks
 
 CLASSES_ALONE = "classes= and num_classes= exclude each other: with classes every row of the student's head is a class"
@@ -33,8 +34,15 @@ def class_values(classes: Tensor | None, number: int, hint: str = "") -> None:
     if len(equal) > 0:
         raise ValueError(
             f"classes has {int(equal[0])} more than once: expected the ids of different classes. Of offsets (d2t) they "
-            "are torch.arange(len(d2t), device=d2t.device) + d2t"
+            "are torch.arange(len(d2t), device=d2t.device) + d2t, of a mask (t2d) t2d.nonzero().squeeze(-1)"
         )
+
+
+def mask_hint(classes: Tensor, number: int) -> str:
+    """For classes of a wrong shape, where the teacher has this number."""
+    if not statically_equal(classes.shape, (number,)):
+        return ""
+    return ": of a mask of the teacher's classes (t2d) pass t2d.nonzero().squeeze(-1)"
 
 
 def are_ids(classes: Tensor) -> None:

@@ -11,6 +11,7 @@ from .contract import Call
 from .formulas import Gradients, autograd, needs_grad, run, save_for, save_nothing, saved
 from .library import operator
 from .rules import check_targets
+from .second_order import refuse_second_derivatives
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
@@ -27,20 +28,11 @@ def _backward(ctx: Any, grad_values: Tensor, _: None) -> Gradients:
     return {"logits": run("divergences_backward", saved(ctx) | {"grad_values": grad_values})}
 
 
-def refuse_derivatives(ctx: Any, *grads: Tensor) -> Gradients:
-    if any(ctx.needs_input_grad):
-        raise RuntimeError(
-            "a distillation loss has no second derivative, and operators that return its gradient have none: write it "
-            "in plain torch, of the log_softmax of both logits"
-        )
-    return {}
-
-
 operator("divergences_forward", reference=reference.divergences_forward, check_values=check_targets)
 autograd("divergences_forward", _backward, _save, constants=("teacher_logits",))
 
 operator("divergences_backward", reference=reference.divergences_backward, check_values=check_targets)
-autograd("divergences_backward", refuse_derivatives, save_nothing)
+autograd("divergences_backward", refuse_second_derivatives, save_nothing)
 
 operator("divergences_with_grad", reference=reference.divergences_with_grad, check_values=check_targets)
-autograd("divergences_with_grad", refuse_derivatives, save_nothing)
+autograd("divergences_with_grad", refuse_second_derivatives, save_nothing)

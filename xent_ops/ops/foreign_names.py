@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 _TOP_K = {
@@ -85,6 +85,23 @@ FUNCTIONS: dict[str, str] = {
 }
 """A function's name -> how our function is called, without the name of the module."""
 
+FIELDS: dict[str, tuple[str, ...]] = {
+    "acceptance_rate": ("overlap",),
+    "forward_kl": ("kl",),
+    "indices": ("ids", "predictions"),
+    "js": ("jsd",),
+    "kl_div": ("kl",),
+    "logp": ("log_probs", "log_prob"),
+    "logprobs": ("log_probs", "log_prob"),
+    "logsumexp": ("lse",),
+    "losses": ("token_losses",),
+    "predicted_tokens": ("predictions",),
+    "token_accuracy": ("accuracy",),
+    "total_variation": ("overlap, which is 1 - it",),
+    "values": ("log_probs",),
+}
+"""A field's name -> ours. The first one that the record has is named."""
+
 
 def refuse_argument(function: str, name: str, parameters: Iterable[str]) -> NoReturn:
     """``parameters``: those that the function has."""
@@ -92,6 +109,13 @@ def refuse_argument(function: str, name: str, parameters: Iterable[str]) -> NoRe
     advice = [text for parameter, text in ARGUMENTS.get(name, {}).items() if parameter in names]
     instead = advice[0] if advice else f"it has {', '.join(names)}"
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {instead}")
+
+
+def refuse_field(record: str, name: str, fields: Sequence[str]) -> NoReturn:
+    """For the ``__getattr__`` of a record of results."""
+    ours = [field for field in FIELDS.get(name, ()) if field.split(",")[0] in fields]
+    instead = f"use {ours[0]}" if ours else f"it has {', '.join(fields[:-1])} and {fields[-1]}"
+    raise AttributeError(f"{record} has no {name!r}; {instead}")
 
 
 def refuse_attribute(module: str, name: str) -> NoReturn:

@@ -106,10 +106,9 @@ def _temperature(call: Call) -> None:
 def check_targets(call: Call) -> None:
     """Raise IndexError for a class out of range. It reads the targets, so it is for CPU tensors."""
     if "log_prob" in getattr(call, "fields", "log_prob"):  # else the target only marks ignored rows
-        indices = call.target if getattr(call, "ids", None) is None else call.ids
-        number = getattr(call, "num_classes", None)
-        if indices is not None:
-            checks.target_values(indices, width(call) if number is None else number, call.ignore_index)
+        ids, classes, number = (getattr(call, name, None) for name in ("ids", "classes", "num_classes"))
+        target = call.target if ids is None else None  # operators of ids have no target
+        checks.index_values(target, ids, classes, width(call) if number is None else number, call.ignore_index)
 
 
 # Combinations of arguments
@@ -259,7 +258,23 @@ def _weight_hint(call: Call, name: str, expected: list[Any]) -> tuple[list[Any],
     return expected, ""
 
 
+def _teacher_weight_hint(call: Call, name: str, expected: list[Any]) -> tuple[list[Any], str]:
+    if not statically_equal(call.teacher_input.shape[-1:], call.teacher_weight.shape[:1]):
+        return expected, ""
+    return expected, (
+        ": teacher_input has a number for each class. If it holds logits, pass the teacher's hidden states, or the "
+        "logits of both to xent_ops.distillation_loss or distillation_token_loss; else the weight is transposed, pass "
+        f"{name}.t()"
+    )
+
+
+def _classes_hint(call: Call, name: str, expected: list[Any]) -> tuple[list[Any], str]:
+    return expected, distillation_checks.mask_hint(call.classes, call.teacher_weight.shape[0])
+
+
 HINTS: dict[str, Callable[[Call, str, list[Any]], tuple[list[Any], str]]] = {
     "target": _target_hint,
     "linear_weight": _weight_hint,
+    "teacher_weight": _teacher_weight_hint,
+    "classes": _classes_hint,
 }

@@ -58,11 +58,17 @@ def at_least_one(name: str, value: Any) -> int:
     return value
 
 
-_LEARNED = ". For a learned scale, multiply the logits by it instead"
-_LEARNED_TOO = {
-    "softcap": "; for a learned cap, compute softcap * torch.tanh(logits / softcap) in torch",
-    "lse_square_scale": "; for a learned z-loss, take lse of xent_ops.cross_entropy_outputs",
-    "label_smoothing": "; for learned targets, pass class probabilities",
+_ROUNDED = "in bfloat16 that rounds them once more, each by up to .4 %"
+_OF_TENSORS = {
+    "logit_scale": (
+        f". By a learned scale, or one a row, multiply the logits, or the hidden states of a head: {_ROUNDED}"
+    ),
+    "temperature": (
+        f". By a learned temperature, or one a row, divide the logits, or the hidden states of both heads: {_ROUNDED}"
+    ),
+    "softcap": ". For a learned cap, or one a row, compute softcap * torch.tanh(logits / softcap) in torch",
+    "lse_square_scale": ". For a learned z-loss, or one a row, take lse of xent_ops.cross_entropy_outputs",
+    "label_smoothing": ". For learned targets, pass class probabilities",
 }
 
 
@@ -76,7 +82,7 @@ def number(name: str, value: Any) -> float:
         symbol: Any = value
         return symbol
     if isinstance(value, Tensor):
-        instead = _LEARNED + _LEARNED_TOO.get(name, "")
+        instead = _OF_TENSORS.get(name.removeprefix("teacher_"), "")
         # Check this before reading the value: as a number it would silently lose its gradient or its tangent.
         if value.requires_grad or _transformed(value):
             raise RuntimeError(
@@ -85,7 +91,7 @@ def number(name: str, value: Any) -> float:
             )
         if value.numel() != 1 or value.dtype.is_complex:
             raise TypeError(
-                f"{name} must be a number, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+                f"{name} must be a number, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}{instead}"
             )
         _readable(name, value, "a number", instead)
     elif type(value) is int:

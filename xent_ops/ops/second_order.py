@@ -46,11 +46,12 @@ def without_derivative(name: str, instead: str) -> None:
 
 
 def no_second_derivative() -> NoReturn:
+    """For all losses without one: several of them share an operator, which does not know which was called."""
     # The lse depends on the logits of all ranks, so this rank's part of a second derivative would be silently wrong.
     raise RuntimeError(
-        "the cross entropy of DTensors, or of a vocabulary split over ranks, or of several classes a row, or "
-        "linear_token_loss, has no second derivative: call xent_ops.cross_entropy or xent_ops.linear_token_log_probs "
-        "on plain tensors of all classes (full_tensor()), with one class a row, for one"
+        "this loss has no second derivative. For one class a row and plain tensors of all classes (full_tensor()), "
+        "xent_ops.cross_entropy, token_loss, token_log_probs and linear_token_log_probs have one. Else write the loss "
+        "in plain torch, of the log_softmax of the logits; of a distillation, of both models' logits"
     )
 
 

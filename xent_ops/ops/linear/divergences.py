@@ -22,10 +22,10 @@ from ...kernels.divergences import FIELDS, STATISTICS
 from ...kernels.options import LossOptions, RowOptions
 from ..contract import Call, classes_of, packed_width
 from ..distillation_checks import class_values
-from ..divergences import refuse_derivatives
 from ..formulas import Gradients, autograd, run, save_for, save_nothing, saved
 from ..library import operator
 from ..rules import check_targets
+from ..second_order import no_second_derivative, refuse_second_derivatives
 from .chunk import GRAD_INPUT, PADDED, one_chunk
 from .operators import SUMS, by_name, give_away_once, keep_gradients, mask_of
 
@@ -67,7 +67,7 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
 
 def _with_grad_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
     if torch.is_grad_enabled():  # create_graph=True
-        refuse_derivatives(ctx)
+        no_second_derivative()
     return give_away_once(ctx, grad_value)
 
 
@@ -83,7 +83,7 @@ operator(
 autograd("linear_divergences_forward", _backward, _save, constants=_TEACHER_HEAD)
 
 operator("linear_divergences_backward", reference=divergences.gradients, calls_operators=True)
-autograd("linear_divergences_backward", refuse_derivatives, save_nothing)
+autograd("linear_divergences_backward", refuse_second_derivatives, save_nothing)
 
 operator(
     "linear_divergences_chunk",
