@@ -62,8 +62,9 @@ def linear_cross_entropy(
             and float32 for float16. torch.float32 is more exact for bfloat16, and needs V x H float32 for a while.
         chunk_rows: the rows of a chunk. Fewer rows need less memory, chunk_rows x V logits, and more time. None: 2048
             rows of 16-bit input on a GPU, 1024 of float32, 512 rows on a CPU. Fewer if their logits take more than
-            1 GiB (2 if accumulate_dtype has more bytes than the input's); on a GPU more, up to 256 MiB. A batch of one
-            chunk has all logits in memory.
+            1 GiB (2 if accumulate_dtype has more bytes than the input's); on a GPU more, up to 256 MiB, and twice as
+            many in a forward alone if a training step takes no less memory. A batch of one chunk has all logits in
+            memory.
         skip_ignored: compute only the counted rows, packed to the front. Time is that of the counted rows. Nothing
             synchronises, and each replay of a CUDA graph may have another number of them. Needs a CPU, or bfloat16 or
             float16 on a GPU of compute capability 9 (H100, H200), a contiguous linear_weight and H a multiple of 8;

@@ -1,5 +1,6 @@
 """``python -m tools.bench`` on the CPU with tiny shapes: every line is right, and another loss is wrong."""
 
+import importlib.util
 import json
 from argparse import Namespace
 from functools import partial
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from helpers.processes import run_python
 
 import xent_ops
-from tools.bench import divergences, heads, losses, model, tokens, top_k
+from tools.bench import divergences, heads, losses, model, tokens, top_k, trainers
 from tools.bench.__main__ import main
 from xent_ops.bench import check, contestants, timing
 from xent_ops.bench.arguments import Shape
@@ -104,6 +105,52 @@ def test_all_forms_of_a_head(tmp_path):
     assert statuses(results) == {"ok"}
     forward = results["xent forward 18"]
     assert forward["ratio"] == forward["ms"] / results["one matmul"]["ms"] and forward["errors"].keys() == {"loss"}
+
+
+def test_heads_of_trainers(tmp_path):
+    """A head that is not there is a line that says so; the others are right, TRL's too where it is installed."""
+    sizes = ("--shapes", "34x64", "--hidden", "16", "--student", "16", "--teacher", "24", "--dtype", "bfloat16")
+    results = bench(tmp_path, "trainers", *sizes)
+    theirs = {name: one for name, one in results.items() if one["kind"] in ("peer", "torch")}
+    assert statuses({name: results[name] for name in results.keys() - theirs.keys()}) == {"ok"}
+    installed = {
+        name for name, package in (("TRL", "trl"), ("TRL forward", "trl")) if importlib.util.find_spec(package)
+    }
+    installed |= {name for name in theirs if "F.linear" in name and hasattr(torch.nn, "LinearCrossEntropyOptions")}
+    for name, one in theirs.items():
+        expected = "ok" if name in installed else "not run"
+        assert one["status"] == expected, one
+        assert name in installed or one["notes"][0].startswith(("ImportError", "ModuleNotFoundError"))
+    assert {"verl", "verl forward", "Liger scaled", "Liger scaled forward"} <= theirs.keys() - installed
+    assert results["xent log-probs float32 logits"]["errors"].keys() == {
+        "log-probs",
+        "entropy",
+        "dH",
+        "dH of a row",
+        "dW",
+    }
+    assert results["xent forward"]["errors"].keys() == {"log-probs", "entropy"}
+
+
+def test_a_head_of_other_entropies_is_wrong():
+    problem = trainers.LogProbs(Shape(34, 64), 16, SETTING)
+
+    def other(hidden, matrix, target, *_):
+        log_probs, entropy = trainers.log_probs(hidden, matrix, target)
+        return log_probs, entropy * 1.1
+
+    for head, ok in ((trainers.log_probs, True), (other, False)):
+        assert right(problem, Contestant("probe", "peer", lambda head=head: head)) == ok
+        assert right(problem, Contestant("probe", "peer", lambda head=head: head, against=heads.ONE_MATMUL)) == ok
+
+
+def test_rounded_logits_show_near_a_teacher():
+    problem = trainers.NearTeacher(Shape(34, 64), 16, Setting(CPU, torch.bfloat16))
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        one = Contestant("probe", "ours", partial(partial, trainers.of_tokens, logits_dtype=dtype))
+        errors[dtype] = problem.check(problem.bind(one)(), one)["dH"][0]
+    assert errors[torch.bfloat16] > 0.1 > 0.01 > errors[torch.float32]
 
 
 def test_cost_of_batch_invariant(tmp_path):

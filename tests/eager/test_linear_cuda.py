@@ -238,6 +238,21 @@ def test_memory_of_rows():
     assert peak <= gradients + chunk + SMALL, (peak, gradients, chunk)
 
 
+def test_memory_of_a_forward_alone():
+    """It has chunks of twice as many rows, and takes no more than its backward."""
+    h, w, _, target, _ = batch(0, ROWS, CLASSES, 4 * FEATURES)
+    h.requires_grad_(), w.requires_grad_()
+
+    def forward():
+        return xent_ops.linear_token_log_probs(h, w, target).log_probs
+
+    forward().sum().backward()
+    h.grad = w.grad = None
+    log_probs, of_forward, _ = measured(forward)
+    _, of_backward, _ = measured(lambda: log_probs.backward(torch.rand_like(log_probs)))
+    assert of_forward <= min(2 * CLASSES * ROWS + SMALL, of_backward), (of_forward, of_backward)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_memory_of_float32_sums(dtype):
     """Twice the head's gradient while they are added up, and it once more in the backward."""

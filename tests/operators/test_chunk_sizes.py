@@ -8,7 +8,7 @@ from helpers.graphs import CompileCounterWithBackend
 
 import xent_ops
 from xent_ops.head import loop
-from xent_ops.head.sizes import rows_of_chunk, rows_of_one_shape
+from xent_ops.head.sizes import rows_of_chunk, rows_of_one_shape, without_gradients
 from xent_ops.kernels.options import Chunking
 
 GIB = 2**30
@@ -67,6 +67,41 @@ def test_no_default_takes_more_than_a_gibibyte():
 def test_a_number_of_the_caller_s_counts():
     input = torch.empty(1, device="meta", dtype=torch.bfloat16).expand(N, 64)
     assert rows_of_chunk(N, input, 10_000_000, False, 4096) == 4096
+
+
+# (dtype, rows, H, V, the logits' dtype): rows of a chunk of a forward alone
+ALONE = {
+    (torch.bfloat16, 8192, 4096, 128256, None): 4096,
+    (torch.bfloat16, 8192, 2048, 128256, None): 4096,
+    (torch.bfloat16, 8192, 1024, 128256, None): 2048,  # its weight's gradient is smaller than a chunk
+    (torch.bfloat16, 5000, 4096, 128256, None): 2560,
+    (torch.bfloat16, 100, 4096, 128256, None): 100,
+    (torch.bfloat16, 0, 4096, 128256, None): 1,
+    (torch.bfloat16, 8192, 4096, 32000, None): 8192,
+    (torch.bfloat16, 8192, 4096, 128256, torch.float32): 2048,  # 4096 would be 2 GiB
+    (torch.float32, 8192, 4096, 128256, None): 2048,
+    (torch.bfloat16, 8192, 4096, 500_000, None): 1024,
+}
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
+def test_a_forward_alone(case):
+    """It takes no more memory than a training step, a chunk and the weight's gradient, and no more than 1 GiB."""
+    dtype, rows, features, classes, logits_dtype = case
+    input = torch.empty(1, device="meta", dtype=dtype).expand(rows, features)
+    found = without_gradients(Chunking(logits_dtype=logits_dtype), rows, input, classes).chunk_rows
+    assert found == ALONE[case]
+    step = rows_by_default("meta", dtype, features, classes, False, logits_dtype)
+    row = classes * (logits_dtype or dtype).itemsize
+    assert found * row <= min(step * row + classes * features * dtype.itemsize, GIB)
+
+
+def test_a_forward_alone_with_chunks_of_its_own():
+    input = torch.empty(8192, 4096, device="meta", dtype=torch.bfloat16)
+    for chunking in (Chunking(512), Chunking(products="fp8")):
+        assert without_gradients(chunking, 8192, input, 128256) == chunking
+    on_cpu = torch.empty(1, dtype=torch.bfloat16).expand(8192, 4096)
+    assert without_gradients(Chunking(), 8192, on_cpu, 128256) == Chunking()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from xent_ops.bench import run
 from xent_ops.bench.arguments import add_common, positive, positives, shapes
 
-from . import divergences, heads, host, launches, losses, megatron, model, ranks, tokens, top_k
+from . import divergences, heads, host, launches, losses, megatron, model, ranks, tokens, top_k, trainers
 
 LOGITS, HEADS = "8192x32000,4096x128256", "8192x128256"
 CHUNKS: dict[str, Any] = {"type": positives, "metavar": "ROWS,...", "help": "a line of ours for each size of chunks"}
@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("loss", choices=divergences.LOSSES, help="total variation; -log(overlap); KL and both blended")
     found.add_argument("--teacher", type=positive, default=4096, metavar="HIDDEN", help="features of the teacher")
     found.add_argument("--draft", type=positive, metavar="CLASSES", help="the student has so many of the classes")
+    found = table("trainers", trainers.tables, "the heads of TRL, verl and Liger-Kernel beside ours", HEADS, "4096")
+    found.add_argument("--student", type=positive, default=2048, metavar="HIDDEN", help="features of a student (2048)")
+    found.add_argument(
+        "--teacher", type=positive, default=4096, metavar="HIDDEN", help="features of its teacher (4096)"
+    )
     found = table("model", model.tables, "whole training steps of a Llama of transformers")
     found.add_argument("sizes", type=model.sizes, nargs="?", default="", help=f"KEY=N,... of {', '.join(model.KEYS)}")
     found.set_defaults(eager=True)  # a step launches more than a graph is captured for

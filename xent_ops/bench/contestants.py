@@ -47,6 +47,7 @@ class Contestant:
     slack: float = 1.0  # factor of the tolerances
     in_8_bits: tuple[float, float] = (0.0, 0.0)  # more tolerance of gradients and loss, for products of 8-bit numbers
     captured: bool = True  # in a CUDA graph, if the others are
+    listed: bool = False  # also where a module is missing, as NOT RUN
     confirm: Callable[[], str] = str  # called after the first step: a note, or an error
 
     def missing(self) -> list[str]:
@@ -184,11 +185,11 @@ def heads() -> list[Contestant]:
 
 
 def choose(known: Sequence[Contestant], only: str | None) -> list[Contestant]:
-    """The units, and the installed lines whose names have one of the words in ``only``."""
+    """The units, and the lines whose names have one of the words in ``only``, if they are installed or listed."""
     words = [""] if only is None else [word.strip() for word in only.split(",")]
     for word in words:
         if only is not None and not (word and any(word in one.name for one in known)):
             names = ", ".join(one.name for one in known)
             raise ValueError(f"--only {word!r}: no line has this in its name; here are {names}")
-    installed = [one for one in known if not one.missing()]
-    return [one for one in installed if one.kind == "unit" or any(word in one.name for word in words)]
+    found = [one for one in known if one.listed or not one.missing()]
+    return [one for one in found if one.kind == "unit" or any(word in one.name for word in words)]

@@ -26,7 +26,7 @@ class Result:
     table: str
     variant: str
     kind: str
-    status: str = "error"  # "ok", "wrong" or "error"
+    status: str = "error"  # "ok", "wrong", "error" or "not run"
     mode: str = "calls"  # how it was timed: "graph", or "calls" from the host
     ms: float | None = None
     low_ms: float = 0.0  # a quarter of the samples took less
@@ -40,7 +40,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
-        self.status, self.notes = "error", [timing.reason(error)]
+        self.status, self.notes = "not run" if isinstance(error, ImportError) else "error", [timing.reason(error)]
 
 
 def measure(

@@ -94,7 +94,7 @@ def run(
         chosen = [contestants.choose(table.contestants, arguments.only) for table in planned]
     except (ValueError, RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         arguments.parser.error(str(error))
-    peers = [one for one in planned[0].contestants if one.kind == "peer"]
+    peers = [one for one in planned[0].contestants if one.kind == "peer" and one.needs]
     content = report.content(setting, arguments.command_line, peers)
     report.show_environment(content["environment"], setting.busy)
     if before:

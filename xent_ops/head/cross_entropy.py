@@ -22,6 +22,7 @@ from .chunks import (
     skipped_values,
     unpack_statistics,
 )
+from .sizes import without_gradients
 
 _ops = torch.ops.xent
 
@@ -48,6 +49,7 @@ def statistics(
         flags = (with_argmax, with_entropy, False, chunking.skip_ignored)
         return _ops.cross_entropy_forward(logits, target, weight, *flags, **keywords)
 
+    chunking = without_gradients(chunking, rows.number, flat, linear_weight.shape[0])
     computed = backend.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
     fills = (*skipped_values(with_argmax, with_entropy), 0.0)
     return tuple(unpack_statistics(rows, computed, fills, target, None))

@@ -26,12 +26,19 @@ if it leaves the last wave of tiles of the input's gradient half empty: docs/lab
 A chunk has at most 1 GiB of logits. 2048 rows would be 2 GB at 500,000 classes and 40 GB at ten million, where hidden
 sizes, and so the gradients, are small. Fewer rows cost 1.04 times the time at H = 64. A chunk may be twice as large if
 the sum of the weight's gradient is wider than the result: it uses memory that the copy of the sum needs later.
+
+A forward alone may have chunks of twice as many rows in the memory that a training step needs for the gradients.
+8192 x 4096 x 128256 on an H200 (bfloat16, 2026-11-29), in times of the product of all rows: 1.119, 1.099, 1.080 and
+1.040 with 1024, 2048, 4096 and 8192 rows a chunk.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ..kernels.options import Chunking
+from ..kernels.sizes import size_hint
 
 _BYTES = 256 * 2**20  # a chunk's logits; a small vocabulary gets more rows, up to this
 _MOST_BYTES = 2**30  # a chunk's logits; a large vocabulary gets fewer rows, down to this
@@ -63,6 +70,20 @@ def rows_of_chunk(
         # The sum and its copy exist together only at the end. Until then a chunk of H rows uses the copy's memory.
         rows = max(rows, min(features // least * least, 2 * rows))
     return evenly(number, rows)
+
+
+def without_gradients(chunking: Chunking, number: int, input: Tensor, classes: int) -> Chunking:
+    """The chunking of a forward alone: twice as many rows, in at most 1 GiB and no more than a training step takes.
+
+    That holds the weight's gradient beside a chunk, as many bytes as a chunk of H rows of logits in the input's dtype.
+    """
+    if chunking.chunk_rows is not None or chunking.products is not None or input.device.type == "cpu":
+        return chunking
+    number, classes, dtype = max(size_hint(number), 1), size_hint(classes), chunking.logits_dtype or input.dtype
+    rows = rows_of_chunk(number, input, classes, False, None, dtype)
+    if rows * dtype.itemsize <= input.shape[1] * input.element_size():
+        rows = _within_most_bytes(2 * rows, input, classes, dtype)
+    return chunking._replace(chunk_rows=evenly(number, rows))
 
 
 def rows_of_one_shape(
