@@ -64,7 +64,11 @@ test-ascend: env  ## the Ascend kernels through triton-ascend's passes, in an en
 
 test-integrations: env  ## trainers of other packages, the newest of each, in an environment of their own
 	@$(PY) tools/setup_integrations.py $(VENV)-integrations
-	env -u TRITON_INTERPRET $(VENV)-integrations/bin/python $(TESTS) tests/integrations
+	@# Two versions of Megatron-Core, the newest and an old one. Both run where one fails.
+	with_megatron() { env -u TRITON_INTERPRET PYTHONPATH=$(abspath $(VENV)-integrations)/megatron-$$1 \
+		$(VENV)-integrations/bin/python $(TESTS) $$2; }; \
+		with_megatron newest tests/integrations; first=$$?; \
+		with_megatron 0.16.1 "tests/integrations -k megatron"; second=$$?; [ $$second = 0 ] && exit $$first
 
 .PHONY: docs docs-env
 docs: docs-env  ## the documentation site, into site/; a broken link or reference is an error

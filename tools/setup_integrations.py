@@ -1,9 +1,11 @@
 """Makes the environment of `make test-integrations`: setup_integrations.py FOLDER, run by that of the main environment.
 
 It holds the newest version of each of PACKAGES and ALONE in the index. All others come from the main environment, which
-is later on sys.path: torch, and transformers, accelerate and peft at versions that fit together.
+is later on sys.path: torch, and transformers, accelerate and peft at versions that fit together. Each of MEGATRON is in
+a folder of its own beside them, which PYTHONPATH chooses (Makefile).
 """
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +17,9 @@ PACKAGES = (
     *("pytorch-metric-learning", "sentence-transformers", "torchtitan", "trl"),
 )
 # Without their dependencies (an older transformers, ray, CUDA libraries): the recipes do not use these.
-ALONE = ("megatron-core", "speculators", "verl")
+ALONE = ("speculators", "verl")
+# Folder -> what pip installs there: the newest version, and the one that Python 3.11 still gets by itself.
+MEGATRON = {"megatron-newest": "megatron-core", "megatron-0.16.1": "megatron-core==0.16.1"}
 OURS = "made-by-make"  # a folder without it belongs to someone else
 
 
@@ -34,8 +38,21 @@ def main() -> None:
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--upgrade"]
     subprocess.run([*pip, *PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", *ALONE], check=True)
-    versions = "; ".join(f"{name} {version(python, name)}" for name in (*PACKAGES, *ALONE))
-    print(f"test-integrations: {versions}", flush=True)
+    versions = [f"{name} {version(python, name)}" for name in (*PACKAGES, *ALONE)]
+    versions += [install_megatron(pip, venv / folder, wanted) for folder, wanted in MEGATRON.items()]
+    print("test-integrations:", "; ".join(versions), flush=True)
+
+
+def install_megatron(pip: list, folder: Path, wanted: str) -> str:
+    """Returns its name and version."""
+    shutil.rmtree(folder, ignore_errors=True)
+    # Since 0.17 the package asks for Python 3.12. Its Python code runs on 3.11 too; its one compiled module, for data
+    # sets, does not, and no test imports it.
+    as_on = ["--python-version", "3.12", "--only-binary=:all:", "--ignore-requires-python"]
+    options = as_on if sys.version_info < (3, 12) and wanted == "megatron-core" else []
+    subprocess.run([*pip, "--no-deps", "--target", folder, *options, wanted], check=True)
+    (information,) = folder.glob("megatron_core-*.dist-info")
+    return "megatron-core " + information.stem.split("-")[1]
 
 
 def version(python: Path, name: str) -> str:

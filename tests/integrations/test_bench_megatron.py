@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
-import megatron_cases as cases
+import megatron_models as models
 
 from tools.bench import megatron, ranks
 from xent_ops.bench.arguments import Shape
@@ -20,7 +20,7 @@ def test_lines():
     (table,) = megatron.tables(Namespace(shapes=[Shape(34, 64)], hidden=[16]), setting)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with cases.groups("cpu"):
+        with models.groups("cpu"):
             clock = ranks.Clock(setting.device, row=True)
             results = measure(table.name, table.make(), table.contestants, setting, clock)
     finally:

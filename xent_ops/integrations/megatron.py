@@ -1,23 +1,26 @@
-"""``use_xent(model)``: a GPTModel of Megatron-Core computes the losses of its tokens without its logits.
+"""``use_xent(model)``: a model of Megatron-Core computes the losses of its tokens without its logits.
 
-The model's own forward runs. In a call with labels the output layer returns its input, and
+The model's own forward runs. In a call with labels the output layer returns ``_Logits`` in place of logits, and
 ``compute_language_model_loss`` calls the layer once more, with the labels. So hooks that gather the layer's weight run
-around the loss, and the heads of multi-token prediction are replaced too. Written for Megatron-Core 0.16.
+around the loss, and the heads of multi-token prediction are replaced too. Written for Megatron-Core 0.16 to 0.19.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor, nn
 
 from ..distributed.bound import NAMES, bind_shard
 from ..distributed.groups import ranks_of
 from ..distributed.linear import losses_and_sum
+from ..distributed.top_k import vocab_parallel_linear_top_k
 from ..kernels.options import HeadProducts
 from ..linear_call import bind
 from ..ops import arguments, checks
@@ -61,20 +64,21 @@ def use_xent(
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
 ) -> Report:
-    """Make a GPTModel of Megatron-Core compute the losses of its tokens without its logits, in training and evaluation.
+    """Make a model of Megatron-Core compute the losses of its tokens without its logits, in training and evaluation.
 
     A call with labels returns losses (B, S) as before, and gradients equal those of the original model. Labels below 0
-    are ignored. Tensor, sequence, pipeline and context parallelism, tied embeddings and multi-token prediction are
-    supported. ``remove_xent(model)`` undoes it.
+    are ignored. A call without labels is the untouched model's. Tensor, sequence, pipeline and context parallelism,
+    tied embeddings, multi-token prediction and MuP are supported. ``remove_xent(model)`` undoes it.
 
     Call it on every rank, for each chunk of a virtual pipeline, before or after Megatron's wrappers.
 
     Args:
-        model: a GPTModel or MambaModel, or a wrapper of one: Float16Module, DistributedDataParallel. Changed in place.
+        model: a GPTModel, HybridModel or MambaModel, or a wrapper of one: Float16Module, DistributedDataParallel.
+            Changed in place.
         loss_mask: promise that the trainer's loss is one number times ``(losses * loss_mask).sum()``, with the
             ``loss_mask`` that the model is called with, as in Megatron's ``pretrain_gpt.py``. Then a step takes three
             matrix multiplications of the head instead of four. Without that promise kept, all gradients are NaN. A call
-            without ``loss_mask``, and further heads of multi-token prediction, take four.
+            without ``loss_mask`` takes four.
         label_smoothing: as for ``cross_entropy``. For Megatron's alpha with K classes pass ``alpha * K / (K - 1)``.
         lse_square_scale: the factor of the z-loss, as for ``cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant: as for
@@ -85,9 +89,9 @@ def use_xent(
 
     Raises:
         TypeError: another kind of model; an output layer or a loss that is not Megatron's own (adapters, softcaps).
-        ValueError: ``defer_embedding_wgrad_compute``.
-        RuntimeError: use_xent is on already. Later, from a call of the model: the logits are changed before the loss,
-            or used without it, or only parts of the model's forward are called (``build_schedule_plan``).
+        ValueError: ``defer_embedding_wgrad_compute``; a weight that ``gtp_remat`` splits.
+        RuntimeError: use_xent is on already. Later, from a call of the model: the logits are read other than by their
+            loss, or only parts of the model's forward are called (``build_schedule_plan``).
         TypeError, ValueError: options that ``vocab_parallel_linear_cross_entropy`` refuses.
 
     Examples:
@@ -103,13 +107,13 @@ def use_xent(
         return Report(type(base).__name__, None, 1, 0, False, False, 0)
     layer = base.output_layer
     _check(base, layer)
-    loss = (-100, label_smoothing, None, 1.0, lse_square_scale)
-    checks.option_values(arguments.loss_options(*loss).row_options, base.config.params_dtype)
+    options = arguments.loss_options(-100, label_smoothing, None, 1.0, lse_square_scale)
+    checks.option_values(options.row_options, base.config.params_dtype)
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     _, chunking = arguments.chunks(*chunks)
     checks.chunk_rows(chunking.chunk_rows)
     uses_mask = loss_mask and not skip_ignored and products is None
-    vars(base)["_xent"] = _Head(base, layer, loss, chunks, uses_mask)
+    vars(base)["_xent"] = _Head(base, layer, (label_smoothing, lse_square_scale), chunks, uses_mask)
     return Report(
         model=type(base).__name__,
         classes=layer.output_size,
@@ -141,12 +145,12 @@ def _base(model: Any) -> Any:
     while not isinstance(base, LanguageModule) and isinstance(getattr(base, "module", None), nn.Module):
         base = base.module  # Float16Module, DistributedDataParallel
     if not isinstance(base, LanguageModule) or "labels" not in inspect.signature(base.forward).parameters:
-        raise TypeError(f"expected a GPTModel or MambaModel of megatron.core, or a wrapper, got {type_name(base)}")
+        raise TypeError(f"expected a GPTModel or HybridModel of megatron.core, or a wrapper, got {type_name(base)}")
     return base
 
 
 def _check(model: Any, layer: Any) -> None:
-    """Raise if the output layer or the loss is not Megatron's own."""
+    """Raise if the output layer or the loss is not Megatron's own, or not whole."""
     for one, name, owner in (
         (layer, "forward", ColumnParallelLinear),
         (layer, "_forward_impl", ColumnParallelLinear),
@@ -159,14 +163,100 @@ def _check(model: Any, layer: Any) -> None:
             )
     if model.config.defer_embedding_wgrad_compute:
         raise ValueError("defer_embedding_wgrad_compute=True is not supported: expected False")
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError(f"output_layer has its weight in {layer.gtp_remat_size} parts (gtp_remat): expected 1")
+
+
+class _Logits:
+    """What the output layer returns in place of logits. It knows what Megatron does with logits, and refuses the rest.
+
+    Megatron takes their loss, multiplies them by a number (MuP), and counts how often the best class of a head of
+    multi-token prediction is the label.
+    """
+
+    def __init__(self, head: _Head, input_: Tensor, weight: Tensor | None, scale: float = 1.0) -> None:
+        self.head, self.input, self.weight, self.scale = head, input_, weight, scale
+        self.labels: Tensor | None = None  # (S, B), once their loss was taken
+
+    def in_layer(self, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """``compute(weight)`` in a call of the layer, whose hooks may gather its weight."""
+        return self.head.layer(self.input, weight=self.weight, compute=compute)[0]
+
+    def __mul__(self, factor: Any) -> _Logits:
+        if not isinstance(factor, (int, float)):
+            raise _refusal("multiplication by a tensor")
+        return _Logits(self.head, self.input, self.weight, self.scale * factor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.argmax and isinstance(args[0], cls) and kwargs == {"dim": -1}:
+            return args[0].best()
+        raise _refusal(func.__name__)
+
+    def best(self) -> Tensor:
+        """(S, B): the class with the largest logit, of all ranks' classes. It takes a matrix multiplication."""
+        layer, chunking = self.head.layer, self.head.chunking
+
+        def compute(weight: Tensor) -> Tensor:
+            return vocab_parallel_linear_top_k(
+                self.input,
+                weight,
+                1,
+                self.labels if layer.sequence_parallel else None,  # they say how the rows are split
+                layer.tp_group,
+                num_classes=layer.output_size,
+                bias_shard=self.head.bias(),
+                sequence_parallel=layer.sequence_parallel,
+                logit_scale=self.scale,
+                chunk_rows=chunking.chunk_rows,
+                logits_dtype=chunking.logits_dtype,
+                batch_invariant=chunking.batch_invariant,
+            ).ids.squeeze(-1)
+
+        return self.in_layer(compute)
+
+    # With tensor parallelism Megatron asks for the best of this rank's columns, and compares the ranks'. The rank that
+    # has the best of all answers with 1 for it, the others with 0.
+
+    def size(self, dim: int) -> int:
+        if dim != -1:
+            raise _refusal(f"size({dim})")
+        return self.head.layer.output_size_per_partition
+
+    def max(self, dim: int) -> tuple[Tensor, Tensor]:
+        columns = self.size(dim)
+        column = self.best() - self.head.layer.tp_group.rank() * columns
+        here = (column >= 0) & (column < columns)
+        return here.float(), column.where(here, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("_") else _refusal(name)
+
+
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(f"the model reads its logits ({name}), which use_xent leaves out: call remove_xent(model)")
+
+
+def _refuse_operator(name: str) -> Callable[..., Any]:
+    def refuse(self: _Logits, *args: Any) -> Any:
+        raise _refusal(name)
+
+    return refuse
+
+
+# Python looks these up in the class. torch's functions and other names come by __torch_function__ and __getattr__.
+_OPERATORS = "rmul add radd sub rsub truediv pow matmul neg abs getitem setitem iter len bool float eq ne lt le gt ge"
+for _name in f"{_OPERATORS} imul iadd isub itruediv array reduce".split():
+    setattr(_Logits, f"__{_name}__", _refuse_operator(_name))
 
 
 class _Head:
     """The replaced methods of one model."""
 
-    def __init__(self, model: Any, layer: Any, options: Any, chunks: tuple[Any, ...], uses_mask: bool) -> None:
+    def __init__(self, model: Any, layer: Any, options: tuple[float, float], chunks: Any, uses_mask: bool) -> None:
         self.model, self.layer, self.options, self.chunks, self.uses_mask = model, layer, options, chunks, uses_mask
-        self.labels_position = list(inspect.signature(model.forward).parameters).index("labels")
+        _, self.chunking = arguments.chunks(*chunks)
+        self.parameters = list(inspect.signature(model.forward).parameters)
         self._forget()
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
@@ -181,21 +271,20 @@ class _Head:
         del self.layer.forward, self.model.compute_language_model_loss
 
     def _forget(self) -> None:
+        self.runs = False  # is the model called?
         self.labels: Tensor | None = None
         self.mask: Tensor | None = None
-        self.passed_on: tuple[Tensor, Tensor | None] | None = None  # (input, weight) of the output layer's last call
+        self.rolled_mask: Tensor | None = None  # of the last head of multi-token prediction
+        self.sequences: Any = None  # packed_seq_params
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()  # the state of a call that was interrupted
-        position = self.labels_position
-        self.labels = args[position] if len(args) > position else kwargs.get("labels")
-        self.mask = kwargs.get("loss_mask") if self.uses_mask else None
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        self.runs, self.labels, self.sequences = True, given.get("labels"), given.get("packed_seq_params")
+        self.mask = self.rolled_mask = given.get("loss_mask") if self.uses_mask else None
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unused = self.passed_on is not None and output is not None  # no output: the model raised an error
         self._forget()
-        if unused:
-            raise RuntimeError(f"{type(model).__name__} uses its logits without its loss: call remove_xent(model)")
 
     def output_layer(
         self,
@@ -203,36 +292,47 @@ class _Head:
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        loss_of: tuple[Tensor, Tensor | None] | None = None,  # labels and mask, (S, B)
-    ) -> tuple[Tensor, Tensor | None]:
-        if loss_of is not None:
-            return self.losses(input_, self.layer.weight if weight is None else weight, *loss_of), None
+        compute: Callable[[Tensor], Tensor] | None = None,  # of _Logits
+    ) -> tuple[Any, Tensor | None]:
+        if compute is not None:
+            return compute(self.layer.weight if weight is None else weight), None
         if self.labels is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
-        self.passed_on = input_, weight
-        return input_, None
+        return _Logits(self, input_, weight), None
 
-    def loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of ``compute_language_model_loss``: (B, S). ``logits`` are the output layer's input."""
-        if self.labels is None:
+    def loss(self, labels: Tensor, logits: Any) -> Tensor:
+        """In place of ``compute_language_model_loss``: (B, S)."""
+        if not self.runs:
             raise RuntimeError(
                 f"parts of {type(self.model).__name__} were called without its forward, whose hooks use_xent needs "
                 "(build_schedule_plan of overlap_moe_expert_parallel_comm does that): call remove_xent(model)"
             )
-        if self.passed_on is None or self.passed_on[0] is not logits:
-            raise RuntimeError(f"{type_name(self.model)} changes its logits before the loss: call remove_xent(model)")
-        (hidden, weight), self.passed_on = self.passed_on, None
-        mask = self.mask if labels is self.labels else None  # further heads have labels and masks of their own
-        labels = labels.where(labels >= 0, -100)  # Megatron computes a number there, which the mask drops
-        by_position = labels.t().contiguous(), None if mask is None else mask.t().contiguous().float()
-        losses, _ = self.layer(hidden, weight=weight, loss_of=by_position)
-        return losses.t().contiguous()
+        if not isinstance(logits, _Logits):
+            if self.labels is None:  # Megatron trains heads of multi-token prediction without labels too
+                return type(self.model).compute_language_model_loss(self.model, labels, logits)
+            raise RuntimeError(f"{type_name(self.model)} takes the loss of other logits: call remove_xent(model)")
+        mask = self.mask_of(labels)
+        mask = None if mask is None else mask.t().contiguous().float()
+        # Megatron computes a number where a label is below 0, which the mask drops.
+        target = logits.labels = labels.where(labels >= 0, -100).t().contiguous()
+        return logits.in_layer(lambda weight: self.losses(logits, weight, target, mask)).t().contiguous()
 
-    def losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-        layer = self.layer
-        bias = None if layer.skip_bias_add else layer.bias
-        options = (*self.options, "none" if mask is None else "sum")
-        call = bind(hidden, weight, labels, bias, None, options, self.chunks, None, mask, names=NAMES)
+    def mask_of(self, labels: Tensor) -> Tensor | None:
+        """Each head of multi-token prediction has the mask of the one before it, shifted by a token as its labels."""
+        if self.rolled_mask is None or labels is self.labels:
+            return self.mask
+        rolling = {"cp_group": self.model.cp_group, "packed_seq_params": self.sequences}
+        self.rolled_mask, _ = roll_tensor(self.rolled_mask, **rolling)
+        return self.rolled_mask
+
+    def bias(self) -> Tensor | None:
+        return None if self.layer.skip_bias_add else self.layer.bias
+
+    def losses(self, logits: _Logits, weight: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+        layer, (label_smoothing, lse_square_scale) = self.layer, self.options
+        reduction = "none" if mask is None else "sum"
+        options = (-100, label_smoothing, None, logits.scale, lse_square_scale, reduction)
+        call = bind(logits.input, weight, labels, self.bias(), None, options, self.chunks, None, mask, names=NAMES)
         ranks = ranks_of(layer.tp_group)
         call = bind_shard(call, ranks, None, layer.output_size, None, layer.sequence_parallel)
         losses, total = losses_and_sum(call, ranks)
