@@ -17,7 +17,6 @@ from .kernels.reductions import counted_weights, times
 from .kernels.reference import is_counted
 from .linear_call import LinearCall
 from .ops import arguments, checks, distillation_checks
-from .ops.derivatives import value_and_derivatives
 from .ops.formulas import differentiable
 from .ops.linear import composite
 from .outputs import TokenDivergences
@@ -109,10 +108,10 @@ class DivergenceFunction(DivergenceRows, UserFunction):
             rows = [part.of(row) for row in all_rows]
 
             def token_values(*read_values: Tensor) -> Tensor:
-                return self._call(self._divergences(read_values, of), rows)
+                return self._call(self._fields(read_values, of, part.target), rows, part.target)
 
             read_values = [of.values[i] for i in self._read_values]
-            value, derivatives = value_and_derivatives(token_values, read_values, split.divisors[0].reciprocal())
+            value, derivatives = self.value_and_derivatives(token_values, read_values, split)
             values.append((value, part.target))
             grads = [torch.zeros_like(value)] * len(FIELDS)
             for i, derivative in zip(self._read_values, derivatives, strict=True):
@@ -123,23 +122,23 @@ class DivergenceFunction(DivergenceRows, UserFunction):
 
     def all_stats(
         self, values: Tensor, statistics: Tensor, tops: Tensor, target: Tensor
-    ) -> tuple[TokenDivergences, list[Tensor]]:
-        counted = is_counted(target, self.ignore_index).reshape(-1)
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        target = target.reshape(-1)
         values, statistics = (rows.reshape(rows.shape[0], self.number) for rows in (values, statistics))
         tops = tops.reshape(2, self.number) if self.with_tops else tops
         # Ignored rows get no gradient, even if a derivative is NaN.
-        values = torch.where(counted, values, values.detach())
+        values = torch.where(is_counted(target, self.ignore_index), values, values.detach())
         read_values = [values[i] for i in self._read_values]
-        return self._divergences(read_values, Rows(values, statistics, tops)), self._rows(self.number)
+        return self._fields(read_values, Rows(values, statistics, tops), target), self._rows(self.number)
 
-    def _divergences(self, read_values: Sequence[Tensor], of: Rows) -> TokenDivergences:
-        """Fields that were not read in the first call are NaN."""
-        coverage = (of.statistics[1] - of.statistics[6]).exp()
-        unread = torch.full_like(coverage, float("nan"))
-        values = dict(zip(self._read_values, read_values, strict=True))
-        agrees, covers_top = of.tops.unbind() if self.with_tops else (unread, unread)
-        fields = [*[values.get(i, unread) for i in range(len(FIELDS))], coverage, agrees, covers_top]
-        return TokenDivergences(*fields)
+    def _fields(self, read_values: Sequence[Tensor], of: Rows, target: Tensor) -> dict[str, Tensor]:
+        """Those that it reads, 0 in ignored rows: values are so already."""
+        fields = dict(zip([_NAMES[i] for i in self._read_values], read_values, strict=True))
+        constants = dict(zip(_TOPS, of.tops.unbind(), strict=True)) if self.with_tops else {}
+        if "coverage" in self.read:
+            constants["coverage"] = (of.statistics[1] - of.statistics[6]).exp()
+        counted = is_counted(target, self.ignore_index)
+        return fields | {name: torch.where(counted, constant, 0.0) for name, constant in constants.items()}
 
 
 class FixedDivergences(DivergenceRows):

@@ -56,7 +56,8 @@ class TokenLogProbs(NamedTuple):
 class TokenDivergences(NamedTuple):
     """What a function of ``linear_distillation_token_loss`` gets: numbers of n tokens, each (n,), float32 (float64 for
     float64 input). s and t are the probabilities of the student and of the teacher at the temperature, over the same
-    classes. The first five are differentiable in the student, the others are constants.
+    classes. The first five are differentiable in the student, the others are constants. All are 0 in ignored rows:
+    average over ``target != ignore_index``.
 
     Attributes:
         kl: KL(t || s).

@@ -15,7 +15,6 @@ from .kernels.reference import is_counted
 from .kernels.sizes import depend_on_data
 from .linear_call import LinearCall
 from .ops import checks, transforms
-from .ops.derivatives import value_and_derivatives
 from .ops.linear import composite
 from .ops.linear.chunk import with_gradients
 from .outputs import TokenLogProbs, log_probs_of_rows
@@ -37,34 +36,34 @@ class TokenFunction(UserFunction):
     def reads_entropy(self) -> bool:  # type: ignore[override]
         return "entropy" in self.read
 
-    def zeros(self, zeros: Tensor) -> Sequence[Tensor]:
+    def zeros(self, zeros: Tensor) -> dict[str, Tensor]:
         log_probs = zeros.unsqueeze(-1).repeat(1, *self._token_shapes[-1]) if self.several else zeros
-        return log_probs, zeros, zeros
+        return {**super().zeros(zeros), "log_probs": log_probs}
 
     def upstream_of_parts(self, parts: int, split: float16.Split, values: Values) -> Callable[..., RowGradients]:
         """The row operator's loss is -log_prob, so its gradient is -grad_log_probs. With ids this loss is not used, and
         the lse gets the sum of all ids' gradients.
         """
-        rows, factor = self._rows(parts, self.number // parts), split.divisors[0].reciprocal()
+        rows = self._rows(parts, self.number // parts)
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             row_values = [part.of(row) for row in rows]
             if part.ids is not None:
                 row_values[-1] = part.ids
             loss_or_at_ids = statistics.loss if statistics.at_ids is None else statistics.at_ids
-            stats = self._statistics(loss_or_at_ids, statistics.lse, statistics.entropy, row_values)
+            fields = self._fields(loss_or_at_ids, statistics.lse, statistics.entropy, row_values)
 
-            def token_values(log_probs: Tensor, lse: Tensor, entropy: Tensor = stats.entropy) -> Tensor:
-                return self._call(TokenLogProbs(log_probs, entropy, lse), row_values)
+            def token_values(*leaves: Tensor) -> Tensor:
+                return self._call(dict(zip(fields, leaves, strict=True)), row_values, part.target)
 
-            read = (stats.log_probs, stats.lse, stats.entropy) if self.reads_entropy else (stats.log_probs, stats.lse)
-            value, (grad_log_probs, grad_lse, *entropies) = value_and_derivatives(token_values, read, factor)
+            read = tuple(fields.values())
+            value, (grad_log_probs, grad_lse, *entropies) = self.value_and_derivatives(token_values, read, split)
             values.append((value, part.target))
             # In ignored rows a derivative may be NaN. The row operators leave out those of losses and entropies.
             if grad_lse is not None:
                 grad_lse = torch.where(is_counted(part.target, self.ignore_index), grad_lse, 0.0)
             if grad_log_probs is None:
-                grad_log_probs = torch.zeros_like(stats.log_probs)
+                grad_log_probs = torch.zeros_like(fields["log_probs"])
             grad_entropy = entropies[0] if entropies else None
             if part.ids is None:
                 return RowGradients(-grad_log_probs, grad_lse, grad_entropy)
@@ -77,21 +76,22 @@ class TokenFunction(UserFunction):
 
     def all_stats(
         self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor
-    ) -> tuple[TokenLogProbs, list[Tensor]]:
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K as an additional dimension."""
         rows, lse = self._rows(self.number), lse.reshape(-1)
         loss_or_at_ids = loss_or_at_ids.reshape(self.number, *loss_or_at_ids.shape[target.dim() :])
         # The gradient of an ignored row's lse may be NaN. The row operators leave out those of losses and entropies.
         lse = torch.where(is_counted(target, self.ignore_index).reshape(-1), lse, lse.detach())
-        return self._statistics(loss_or_at_ids, lse, entropy.reshape(-1), rows), rows
+        return self._fields(loss_or_at_ids, lse, entropy.reshape(-1), rows), rows
 
-    def _statistics(
+    def _fields(
         self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor]
-    ) -> TokenLogProbs:
-        """For tokens, (n,) or (n, K)."""
-        if not self.reads_entropy:
-            entropy = lse.new_full((), float("nan")).expand(lse.shape)
-        return log_probs_of_rows(loss_or_at_ids, lse, entropy, rows[-1] if self.several else None, self.ignore_index)
+    ) -> dict[str, Tensor]:
+        """For tokens, (n,) or (n, K). The backward reads lse and entropy, and fn may write to what it gets: copies."""
+        ids = rows[-1] if self.several else None
+        log_probs = log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, self.ignore_index).log_probs
+        fields = {"log_probs": log_probs, "lse": lse.clone() if "lse" in self.read else lse}
+        return {**fields, "entropy": entropy.clone()} if self.reads_entropy else fields
 
 
 def loss_of_head(call: LinearCall, function: TokenRows) -> Tensor:

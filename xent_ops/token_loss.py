@@ -54,10 +54,10 @@ def linear_token_loss(
         fn: takes ``TokenLogProbs(log_probs, entropy, lse)`` of n tokens, each (n,), float32 (float64 for float64
             input), and n rows of each of ``rows``; returns (n,), floating point. A token's number must not depend on
             other tokens. Autograd derives it, and compiled steps trace it. A first call, on two tokens of zeros, shows
-            which fields it reads and what it returns: an entropy that it does not read costs nothing. A value without a
-            gradient is refused if a gradient is wanted, and in eager a host read of a token's value (``.item()``,
-            ``if``); compiled code does not refuse ``.item()``. In ignored tokens its value and its derivatives are not
-            used.
+            which fields it reads and what it returns: an entropy that it does not read costs nothing, and reading it in
+            a later call is a RuntimeError. A value without a gradient is refused if a gradient is wanted, and in eager
+            a host read of a token's value (``.item()``, ``if``); compiled code does not refuse ``.item()``. In ignored
+            tokens its value and its derivatives are not used.
         rows: tensors (target's shape, *), constants to autograd: old log-probabilities, advantages, weights.
         reduction: "mean" divides the sum over tokens by the number of counted tokens (NaN if there are none); or "sum".
         divisor: for "sum", as for ``linear_cross_entropy``.

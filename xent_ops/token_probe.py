@@ -109,13 +109,15 @@ def _host_reads_refused(fn: Any, tensors: list[Tensor]) -> Iterator[None]:
         _without_host_reads.add(code)
 
 
-def is_learned_elsewhere(value: Tensor, own_leaf: Tensor) -> bool:
+def is_learned_elsewhere(value: Tensor, *own_leaves: Tensor) -> bool:
     """Would a backward of this value add to the gradient of another leaf?"""
+    own = {id(leaf) for leaf in own_leaves}
     if value.grad_fn is None:
-        return value.requires_grad and value is not own_leaf
+        return value.requires_grad and id(value) not in own
     nodes, seen = [value.grad_fn], {value.grad_fn}
     for node in nodes:
-        if getattr(node, "variable", own_leaf) is not own_leaf:  # AccumulateGrad has it
+        variable = getattr(node, "variable", None)  # AccumulateGrad has it
+        if variable is not None and id(variable) not in own:
             return True
         found = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= found
@@ -124,18 +126,24 @@ def is_learned_elsewhere(value: Tensor, own_leaf: Tensor) -> bool:
 
 
 class FieldRecorder:
-    """The fields of tokens of zeros, which records those that were read."""
+    """The fields of tokens: in the first call zeros, and it records those that are read; later calls may read these."""
 
     record: Any  # the NamedTuple that it stands for
     learned: tuple[str, ...]  # the fields that have a gradient
 
-    def __init__(self, zeros: Sequence[Tensor]) -> None:
-        self.fields = dict(zip(self.record._fields, zeros, strict=True))
+    def __init__(self, fields: dict[str, Tensor], readable: Sequence[str] | None = None) -> None:
+        self.fields, self.readable = fields, readable
         self.read: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.record._fields:
             refuse_field(self.record.__name__, name, self.record._fields)
+        if self.readable is not None and name not in self.readable:
+            raise RuntimeError(
+                f"fn reads stats.{name}, which it did not read in its first call, on {PROBED} tokens of zeros. Only "
+                f"what that call reads is computed. Read stats.{name} on every path, in front of a branch, or pass "
+                "rows= with what the branch depends on (torch.where chooses)"
+            )
         self.read.append(name)
         return self.fields[name]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .kernels.options import LossOptions
 from .kernels.reference import is_counted
 from .linear_call import LinearCall, statistics
 from .ops import arguments, transforms
+from .ops.derivatives import value_and_derivatives
 from .ops.message_values import repr_for_message, type_name
 from .ops.reduction import counted_sum
 from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
@@ -91,7 +92,8 @@ class UserFunction(TokenRows):
 
     recorder: type[FieldRecorder]
     instead: str  # the function that is differentiable and takes any function of its results
-    all_stats: Callable[..., tuple[Any, list[Tensor]]]  # (*the statistics of all rows, target) to the fields and rows
+    # (*the statistics of all rows, target) to the fields that are known, and rows
+    all_stats: Callable[..., tuple[dict[str, Tensor], list[Tensor]]]
 
     def __init__(
         self,
@@ -113,17 +115,19 @@ class UserFunction(TokenRows):
         return _Agreed(self.rows, self.read)
 
     def all_values(self, *statistics_and_target: Tensor) -> Tensor:
-        return self._call(*self.all_stats(*statistics_and_target))
+        return self._call(*self.all_stats(*statistics_and_target), statistics_and_target[-1].reshape(-1))
 
-    def zeros(self, zeros: Tensor) -> Sequence[Tensor]:
+    def zeros(self, zeros: Tensor) -> dict[str, Tensor]:
         """The fields of tokens of zeros."""
-        return [zeros if name in self.recorder.learned else zeros.detach() for name in self.recorder.record._fields]
+        learned, constant = self.recorder.learned, zeros.detach()
+        return {name: zeros if name in learned else constant for name in self.recorder.record._fields}
 
     def _probe(self, target: Tensor, learned: Sequence[Tensor | None]) -> tuple[str, ...]:
         """The fields that it reads."""
         leaves = [tensor for tensor in learned if tensor is not None and tensor.requires_grad]
         # Not bool: Dynamo of torch 2.11 does not trace it for a list.
-        wants_grad, traced = torch.is_grad_enabled() and len(leaves) > 0, transforms.is_traced()
+        self.wants_grad = wants_grad = torch.is_grad_enabled() and len(leaves) > 0
+        traced = transforms.is_traced()
         zeros = target.new_zeros(PROBED, dtype=self.dtype)
         if wants_grad and not traced:
             zeros.requires_grad_()  # a leaf also where new_zeros of a subclass returns a view of its result
@@ -131,19 +135,41 @@ class UserFunction(TokenRows):
         with contextlib.nullcontext() if transforms.is_exported() else torch.enable_grad():
             stats, value = self._call_on_zeros(zeros, target)
             if value.requires_grad if traced else is_learned_elsewhere(value, zeros):
-                raise RuntimeError(
-                    "fn closes over a tensor that requires grad, whose gradient would be lost: detach it. Where it "
-                    f"should be learned, {self.instead}"
-                )
+                self._refuse_closure()
             if wants_grad and traced:  # Dynamo knows neither leaves nor the graph of a value
                 value = self._call_on_zeros(zeros + leaves[0][..., :0].sum().to(self.dtype), target)[1]
         if wants_grad and not value.requires_grad:
-            raise RuntimeError(
-                "fn returned a tensor that needs no grad, so all gradients would be zero: it must depend on "
-                f"{self.recorder.listed(self.recorder.learned, 'or')}, not detached. For its value alone, use "
-                "torch.no_grad()"
-            )
+            self._refuse_constant()
         return tuple([name for name in self.recorder.record._fields if name in stats.read])
+
+    def _refuse_closure(self) -> NoReturn:
+        raise RuntimeError(
+            "fn closes over a tensor that requires grad, whose gradient would be lost: detach it. Where it should be "
+            f"learned, {self.instead}"
+        )
+
+    def _refuse_constant(self) -> NoReturn:
+        raise RuntimeError(
+            "fn returned a tensor that needs no grad, so all gradients would be zero: it must depend on "
+            f"{self.recorder.listed(self.recorder.learned, 'or')}, not detached. For its value alone, use "
+            "torch.no_grad()"
+        )
+
+    def value_and_derivatives(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor], split: Split
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Of a chunk. A function may do in it what it did not do in its first call."""
+
+        def checked(*leaves: Tensor) -> Tensor:
+            value = function(*leaves)
+            if self.wants_grad and not torch.compiler.is_compiling():
+                if not value.requires_grad:
+                    self._refuse_constant()
+                if is_learned_elsewhere(value, *leaves):
+                    self._refuse_closure()
+            return value
+
+        return value_and_derivatives(checked, inputs, split.divisors[0].reciprocal())
 
     def _call_on_zeros(self, zeros: Tensor, target: Tensor) -> tuple[FieldRecorder, Tensor]:
         shapes = self._token_shapes[:-1] if self.several else self._token_shapes
@@ -172,10 +198,11 @@ class UserFunction(TokenRows):
         if value.device != target.device:
             raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
 
-    def _call(self, stats: Any, rows: Sequence[Tensor]) -> Tensor:
-        value = self.fn(stats, *(rows[:-1] if self.several else rows))
-        if tuple(value.shape) != tuple(stats[-1].shape):
-            self._check_value(value, stats[-1].shape[0], stats[-1])
+    def _call(self, fields: dict[str, Tensor], rows: Sequence[Tensor], target: Tensor) -> Tensor:
+        """Of the tokens with these targets, (n,)."""
+        value = self.fn(self.recorder(fields, self.read), *(rows[:-1] if self.several else rows))
+        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(target.shape):
+            self._check_value(value, target.shape[0], target)
         return value.to(self.dtype)
 
     def check(self, *statistics_and_target: Tensor) -> None:
@@ -183,17 +210,18 @@ class UserFunction(TokenRows):
         if torch.compiler.is_compiling():
             raise RuntimeError("check=True compares values, which a compiled graph cannot: use it in eager")
         with torch.no_grad():
-            stats, rows = self.all_stats(*statistics_and_target)
+            fields, rows = self.all_stats(*statistics_and_target)
+            target = statistics_and_target[-1].reshape(-1)
             size = max(-(-self.number // 3), 1)
             parts = [slice(start, start + size) for start in range(0, max(self.number, 1), size)]
-            joint = self._call(stats, rows)
-            values_of_parts = [
-                self._call(type(stats)(*(value[part] for value in stats)), [row[part] for row in rows])
-                for part in parts
-            ]
-            separate = torch.cat(values_of_parts)
+
+            def value_of(part: slice) -> Tensor:  # copies: fn may write to what it gets
+                fields_of_part = {name: field[part].clone() for name, field in fields.items()}
+                return self._call(fields_of_part, [row[part].clone() for row in rows], target[part])
+
+            joint, separate = value_of(slice(None)), torch.cat([value_of(part) for part in parts])
             differ = ~torch.isclose(joint, separate, rtol=1e-4, atol=1e-6, equal_nan=True)
-            differ &= is_counted(statistics_and_target[-1], self.ignore_index).reshape(-1)
+            differ &= is_counted(target, self.ignore_index)
             if bool(differ.any()):
                 token = int(differ.nonzero()[0])
                 raise ValueError(

@@ -128,6 +128,36 @@ def test_refused_while_tracing(device):
         torch.compiler.reset()
 
 
+@pytest.mark.parametrize("function", [xent_ops.linear_token_loss, xent_ops.token_loss])
+def test_a_field_that_the_first_call_did_not_read(device, function):
+    """A function whose own state changes while it is traced."""
+    calls = []
+
+    def fn(stats):
+        calls.append(None)
+        return -stats.log_probs if len(calls) < 3 else -stats.log_probs - stats.entropy
+
+    with pytest.raises(Exception, match=r"fn reads stats\.entropy, which it did not read in its first call"):
+        torch.compile(step_of(fn, function), fullgraph=True, backend="eager")(*inputs(device))
+
+
+def test_a_function_that_writes_to_its_tokens(device):
+    """The backward reads lse and entropy too."""
+
+    def writing(stats):
+        a, b = stats.lse.detach(), stats.entropy.detach()
+        a -= 1.0
+        b *= 2.0
+        return stats.log_probs * (a + b) + 3 * stats.entropy
+
+    def right(stats):
+        return stats.log_probs * (stats.lse.detach() - 1 + 2 * stats.entropy.detach()) + 3 * stats.entropy
+
+    step = torch.compile(step_of(writing, chunk_rows=12), fullgraph=True, backend="aot_eager")
+    found, wanted = (gradients(one, *inputs(device))[1:] for one in (step, step_of(right)))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_without_gradients_one_product(device):
     backend, (x, head, target) = AotEagerAndRecordGraphs(), inputs(device)
     step = step_of(focal)

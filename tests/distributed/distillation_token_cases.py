@@ -100,6 +100,15 @@ def behaviour(device):
             grads = [torch.autograd.grad(value, given) for value in (compiled, loss)]
             torch.testing.assert_close(*grads)
         torch.testing.assert_close(step(fn, *given, check=True), loss)
+    seen = []
+
+    def keep(d):
+        seen.append(torch.stack([field.detach() for field in d]))
+        return d.kl
+
+    step(keep, *given, chunk_rows=4)
+    fields, ignored = torch.cat(seen[1:], 1), target == -100  # without the call on tokens of zeros
+    assert ignored.any() and (fields[:, ignored] == 0).all() and (fields[5:, ~ignored] > 0).any()
     with pytest.raises(ValueError, match=r"rank 0: ValueError: fn reads log_prob"):
         call(given, of_teacher, lambda d: d.log_prob, check=True)
     with pytest.raises(ValueError, match=r"classes has shape \(3,\)"):

@@ -93,7 +93,7 @@ def test_metrics_of_a_draft_model(device):
     found = {}
 
     def metrics(d):
-        found.update(d._asdict() if hasattr(d, "_asdict") else {})
+        found.update({name: getattr(d, name) for name in ("overlap", "coverage", "agrees", "covers_top")})
         return d.overlap + d.agrees + d.covers_top + d.coverage
 
     with torch.no_grad():
@@ -104,6 +104,43 @@ def test_metrics_of_a_draft_model(device):
         torch.testing.assert_close(found[name].cpu(), getattr(right, name))
     torch.testing.assert_close(total.cpu(), (right.overlap + right.agrees + right.covers_top + right.coverage).mean())
     assert 0 < found["covers_top"].sum() < 64
+
+
+FIELDS = xent_ops.TokenDivergences._fields
+
+
+@pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
+def test_all_fields_are_0_in_ignored_rows(device, classes):
+    """In one call and in chunks, also of rows that are NaN: a sum over rows is the sum over the counted ones."""
+    student, teacher, ids, target = problem(device, torch.float64, classes, shape=(12,))
+    x, ignored = student[0].detach().clone(), target == -100
+    x[ignored] = float("nan")
+    student = [x.requires_grad_(), *student[1:]]
+    right = divergences(F.linear(*student), F.linear(*teacher), target, ids)
+
+    def of_logits(fn, **options):
+        return xent_ops.distillation_token_loss(F.linear(*student), F.linear(*teacher), fn, **options)
+
+    def of_heads(fn, **options):
+        return call(student, teacher, fn, **options)
+
+    def found(function, **options):
+        seen = []
+
+        def fn(d):
+            seen.append(torch.stack([getattr(d, name).detach() for name in FIELDS]))
+            return d.kl
+
+        function(fn, target=target, classes=ids, **options)
+        return torch.cat(seen[1:], 1)  # without the call on tokens of zeros
+
+    for fields in (found(of_logits), found(of_heads), found(of_heads, chunk_rows=5), found(of_heads, check=True)):
+        fields = fields[:, :12]  # check=True sees all rows more than once
+        assert ignored.sum() == 4 and (fields[:, ignored] == 0).all()
+        torch.testing.assert_close(fields[:, ~ignored], torch.stack(right)[:, ~ignored])
+    with torch.no_grad():
+        torch.testing.assert_close(found(of_heads)[:, ~ignored], fields[:, ~ignored])
+        assert (found(of_heads, skip_ignored=True)[:, ignored] == 0).all()
 
 
 CHUNK = ["linear_divergences_chunk", "linear_divergences_chunk_grad_", "linear_cross_entropy_chunk_add_"]
@@ -138,22 +175,38 @@ def test_what_is_not_read_costs_nothing(device, monkeypatch):
         assert made() == ["linear_divergences_forward"]
 
 
-def test_a_field_that_the_first_call_did_not_read_is_nan(device):
-    student, teacher, _, _ = problem(device)
-    calls = []
-
-    def fn(d):
-        calls.append(d)
-        return d.kl if len(calls) == 1 else d.kl + d.overlap
-
-    assert call(student, teacher, fn).isnan()
-
-
 def test_check(device):
     student, teacher, ids, target = problem(device, classes=True)
     call(student, teacher, lk, classes=ids, target=target, check=True)
     with pytest.raises(ValueError, match="must not mix tokens"):
         call(student, teacher, lambda d: d.kl - d.kl.mean(), check=True, classes=ids)
+
+
+def test_a_function_that_writes_to_what_it_gets(device):
+    """check=True calls it more often; what it wrote then does not count."""
+    student, teacher, ids, target = problem(device, torch.float64, True)
+    logits = F.linear(*student), F.linear(*teacher)
+
+    def writing(d, row):
+        weight = d.agrees
+        weight += 1.0
+        row *= weight
+        return d.kl * row * d.coverage.mul_(2.0)
+
+    def right(d, row):
+        return d.kl * row * (d.agrees + 1) * 2 * d.coverage
+
+    for function in (
+        lambda fn, **options: call(student, teacher, fn, **options),
+        lambda fn, **options: xent_ops.distillation_token_loss(*logits, fn, **options),
+    ):
+        options = {"rows": (torch.rand(N, device=device, dtype=torch.float64),), "classes": ids, "target": target}
+        wanted = function(right, **options)
+        for check in (False, True):
+            loss = function(writing, **options, check=check)
+            torch.testing.assert_close(loss, wanted)
+            grads = [torch.autograd.grad(one, student, retain_graph=True) for one in (loss, wanted)]
+            torch.testing.assert_close(*grads)
 
 
 def test_refused_in_words(device):

@@ -1,4 +1,4 @@
-"""What the first call of a function of tokens finds: no gradient, a value that the host reads, a tensor that learns."""
+"""What the first call of a function of tokens finds, and what later calls do that the first one did not."""
 
 import contextlib
 import functools
@@ -93,6 +93,101 @@ def test_a_constant_where_no_gradient_is_wanted(function, mode):
         x, head = x.detach(), head.detach()
     with mode():
         assert function(x, head, target, lambda stats: torch.ones_like(stats.lse)) == 1
+
+
+class Switched:
+    """Its first call returns one function's value, later calls that of another."""
+
+    def __init__(self, first, later):
+        self.first, self.later, self.calls = first, later, 0
+
+    def __call__(self, stats, *rows):
+        self.calls += 1
+        return (self.first if self.calls == 1 else self.later)(stats, *rows)
+
+
+def of_divergences(x, head, target, fn, **options):
+    return xent_ops.linear_distillation_token_loss(x, head, x.detach().flip(0), head.detach(), fn, **options)
+
+
+def of_two_logits(x, head, target, fn, **options):
+    logits = F.linear(x, head)
+    return xent_ops.distillation_token_loss(logits, logits.detach().flip(0), fn, **options)
+
+
+FOUR = pytest.mark.parametrize("function", [xent_ops.linear_token_loss, of_logits, of_divergences, of_two_logits])
+TOKENS = (xent_ops.linear_token_loss, of_logits)
+
+
+@FOUR
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_field_that_the_first_call_did_not_read(function, mode):
+    """It was not computed. Also a field that is known anyway, so that one rule holds for all."""
+    x, head, target = problem()
+    first, *others = ("log_probs", "lse", "entropy") if function in TOKENS else ("kl", "overlap", "agrees", "coverage")
+    for name in others:
+        fn = Switched(lambda s: getattr(s, first), lambda s, name=name: getattr(s, first) * getattr(s, name))
+        with mode(), pytest.raises(RuntimeError, match=f"fn reads stats.{name}, which .* on every path.* rows="):
+            function(x, head, target, fn)
+
+
+@FOUR
+def test_a_branch_by_a_shape(function):
+    """The first call sees no token that is far off."""
+    x, head, target = problem()
+    first, other = ("lse", "log_probs") if function in TOKENS else ("kl", "overlap")
+
+    def fn(stats):
+        chosen = getattr(stats, first)
+        return chosen if chosen[chosen > 1e-3].numel() == 0 else chosen + getattr(stats, other)
+
+    with pytest.raises(RuntimeError, match=f"fn reads stats.{other}"):
+        function(x, head, target, fn)
+
+    def on_every_path(stats):
+        chosen, others = getattr(stats, first), getattr(stats, other)
+        return chosen if chosen[chosen > 1e-3].numel() == 0 else chosen + others
+
+    assert function(x, head, target, on_every_path).isfinite()
+
+
+@pytest.mark.parametrize("function", [xent_ops.linear_token_loss, of_divergences])
+def test_a_later_call_without_the_gradients_of_the_first(function):
+    """The loop over chunks derives each call, so it sees what the graph of the loss would have had."""
+    x, head, target = problem()
+    name = "log_probs" if function in TOKENS else "kl"
+    for later, text in (
+        (lambda s: getattr(s, name) * LEARNED, "fn closes over a tensor that requires grad"),
+        (lambda s: LEARNED.expand(getattr(s, name).shape), "fn closes over a tensor that requires grad"),
+        (lambda s: getattr(s, name).detach(), NO_GRAD),
+    ):
+        fn = Switched(lambda s: getattr(s, name), later)
+        with pytest.raises(RuntimeError, match=text):
+            function(x, head, target, fn)
+        with torch.no_grad():  # nothing is lost
+            assert function(x, head, target, Switched(lambda s: getattr(s, name), later)).isfinite()
+
+
+@BOTH
+def test_a_function_that_writes_to_its_tokens(function):
+    """The backward reads lse and entropy too."""
+    x, head, target = problem()
+
+    def writing(stats, row):
+        a, b = stats.lse.detach(), stats.entropy.detach()
+        a -= 1.0
+        b *= 2.0
+        row += a
+        return stats.log_probs * (row + b) + 3 * stats.entropy
+
+    def right(stats, row):
+        return stats.log_probs * (row + stats.lse.detach() - 1 + 2 * stats.entropy.detach()) + 3 * stats.entropy
+
+    def grads(fn, check=False):
+        return torch.autograd.grad(function(x, head, target, fn, rows=(ROW,), check=check), (x, head))
+
+    for check in (False, True):
+        torch.testing.assert_close(grads(writing, check), grads(right))
 
 
 MODES = []
