@@ -12,18 +12,12 @@ from torch import Tensor
 
 
 class Call:
-    """A call of the model: its arguments, and what the hooks have seen of it."""
+    """A call of the model, and what the hooks have seen of it."""
 
-    def __init__(self, labels: Tensor, kwargs: dict[str, Any]) -> None:
-        self.labels = labels
-        self.shift_labels: Tensor | None = kwargs.get("shift_labels")
-        self.num_items_in_batch: Tensor | int | None = kwargs.get("num_items_in_batch")
-        if isinstance(self.num_items_in_batch, int) and torch.compiler.is_compiling():
-            self.num_items_in_batch = torch.tensor(self.num_items_in_batch, device=labels.device)
-        self.ignore_index: int = kwargs.get("ignore_index", -100)
-        self.hidden: Tensor | None = None
-        self.loss: Tensor | None = None
-        self.returned = False  # has loss_function returned it?
+    def __init__(self, has_labels: bool) -> None:
+        self.has_labels = has_labels
+        self.hidden: Tensor | None = None  # the head's input
+        self.has_loss = False  # was the loss of its logits computed?
         self.predicted: dict[str, Tensor] = {}
 
 

@@ -12,17 +12,15 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..kernels.options import HeadProducts
+from ..kernels.options import Activation, HeadProducts
 from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
-from ..ops.message_values import repr_for_message
 from . import heads, tails
 from .calls import RUNNING, Call, key_of, with_predictions
+from .unread import Refusal, Unread, UnreadLogits
 
 
 class Report(NamedTuple):
@@ -38,6 +36,7 @@ class Report(NamedTuple):
     logit_scale: float
     logits_dtype: torch.dtype | None
     in_eval: bool
+    untried: str | None  # None: a call with four tokens showed softcap and logit_scale. Else the reason
 
     def __str__(self) -> str:
         details = [f"{self.features} features", f"{self.classes} classes"]
@@ -47,7 +46,12 @@ class Report(NamedTuple):
         where = "in training and evaluation" if self.in_eval else "in training"
         lines = [
             f"{self.model}: {self.head} ({', '.join(details)}) and its loss are xent_ops.linear_cross_entropy {where}",
-            f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}" + logits_detail,
+            (
+                f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}"
+                if self.untried is None
+                else f"  its first call decides, because four tokens were not enough ({self.untried})"
+            )
+            + logits_detail,
             "  not replaced: calls without labels" + ("" if self.in_eval else ", evaluation"),
         ]
         return "\n".join(lines)
@@ -115,39 +119,38 @@ def use_xent(
     base = _base(model)
     if "_xent" in vars(base):
         raise RuntimeError("use_xent is on already: call remove_xent(model) first")
-    if base.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            f"{type(base).__name__} has a loss of its own, {repr_for_message(base.loss_function)}; expected that of "
-            "causal language models, transformers.loss.loss_utils.ForCausalLMLoss"
-        )
     head = heads.inside(base.get_output_embeddings())
     if head is None:
         raise ValueError(f"{type(base).__name__} has no head: get_output_embeddings() is None")
+    if "labels" not in inspect.signature(base.forward).parameters:
+        raise ValueError(f"{type(base).__name__} computes no loss: its forward takes no labels")
     is_wrapped = heads.inside(model) is not model
     heads.refuse_sharded(head, is_wrapped)
     upcast = heads.upcasts(head)
     logits_dtype = torch.float32 if upcast else logits_dtype
-    tail, output = tails.find(base, head, upcast, model if is_wrapped else None)
-    if in_eval:
-        with_predictions(output)  # now: while Dynamo traces, transformers registers no class as pytree node
+    found = tails.find(base, head, upcast, model if is_wrapped else None)
+    tail = Activation() if found.logits is None else found.logits.tail()
+    if in_eval and found.output is not None:
+        with_predictions(found.output)  # now: while Dynamo traces, transformers registers no class as pytree node
     loss = arguments.loss_options(-100, label_smoothing, *tail, lse_square_scale)
     checks.option_values(loss.row_options, head.weight.dtype)
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     accumulate_dtype, chunking = arguments.chunks(*chunks)
     checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
-    options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict(), **tail._asdict()}
+    options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)
     return Report(
         model=type(base).__name__,
         head=next(name for name, module in base.named_modules() if module is head),
         classes=head.out_features,  # the weight may be partitioned
         features=head.in_features,
-        tied=head.weight is base.get_input_embeddings().weight,
+        tied=any(isinstance(module, nn.Embedding) and module.weight is head.weight for module in base.modules()),
         adapters=heads.adapters(head),
         **tail._asdict(),
         logits_dtype=chunking.logits_dtype,
         in_eval=in_eval,
+        untried=found.untried,
     )
 
 
@@ -190,31 +193,23 @@ class _Hooks:
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             head.register_forward_pre_hook(self.before_head),
-            # It runs first: FSDP's own hook, which frees the weight, must come after it.
+            # It runs first: other hooks are done to the unread logits, as they are done to logits.
             head.register_forward_hook(self.after_head, prepend=True),
             model.register_forward_hook(self.after_model, always_call=True),  # after an error too
         ]
         self.hook_ids = (self.handles[1].id, self.handles[2].id)
-        self.own_loss_function = tails.replace_loss_function(model, self.loss_function)
 
     def remove(self) -> None:
         RUNNING.calls.pop(self.key, None)  # a call that was interrupted
         for handle in self.handles:
             handle.remove()
-        tails.replace_loss_function(self.model, self.own_loss_function)
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         RUNNING.calls.pop(self.key, None)  # a call that was interrupted
         labels = args[self.labels_position] if len(args) > self.labels_position else kwargs.get("labels")
-        if not (model.training or self.in_eval):
+        if labels is None and not (model.training and torch.is_grad_enabled()):
             return
-        if labels is None:
-            if model.training and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "use_xent is on, and the model was called in training mode without labels, which needs the logits. "
-                    "Trainer does this with label_smoothing_factor (give label_smoothing to use_xent instead) and with "
-                    "compute_loss_func. Give labels, or call remove_xent(model)"
-                )
+        if not (model.training or self.in_eval):
             return
         if getattr(model, "_is_replica", False):
             raise RuntimeError("use_xent does not work with torch.nn.DataParallel, whose replicas share hooks: use DDP")
@@ -222,13 +217,16 @@ class _Hooks:
             raise RuntimeError(
                 "the head is not the one that use_xent has seen: call it after peft and resize_token_embeddings"
             )
-        if (later := heads.hooks_after(self.head, *self.hook_ids)) is not None:
+        before, behind = self.hook_ids
+        # Where the loss is what another call of the head returns, a hook behind it would change the loss.
+        if (other := heads.hooks_after(self.head, before, -1 if self.needs_own_call() else behind)) is not None:
             raise RuntimeError(
-                f"{later} was registered on the head after use_xent, and would be given zero rows: register hooks first"
+                f"{other} was registered on the head after use_xent, or behind a head whose weight is partitioned, and "
+                "would be given zero rows, or the loss: register hooks first, and there none behind it"
             )
         if self.needs_own_call():  # other hooks on the head change what they get in the second call, and nothing before
             self.head._forward_pre_hooks.move_to_end(self.hook_ids[0], last=False)
-        RUNNING.calls[self.key] = Call(labels, kwargs)
+        RUNNING.calls[self.key] = Call(labels is not None)
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         call = RUNNING.calls.get(self.key)
@@ -239,78 +237,78 @@ class _Hooks:
         call.hidden = args[0]
         return (args[0][..., :0, :], *args[1:])
 
-    def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def after_head(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> UnreadLogits | None:
         call = RUNNING.calls.get(self.key)
-        if call is not None and call.hidden is not None and not self.needs_own_call():
-            call.loss = self.compute(call, call.hidden)
+        if call is None or call.hidden is None:
+            return None
+        dtype = heads.autocast_dtype(output.device.type)
+        return UnreadLogits(Unread(self, call.hidden, output.shape[-1], output.dtype, dtype))
 
     def needs_own_call(self) -> bool:
         """Is the weight gathered only for what a call returns? In FSDP1's root group it is gathered for the model's."""
         return heads.is_partitioned(self.head) or self.model.get_output_embeddings() is not self.head
 
-    def compute(self, call: Call, hidden: Tensor) -> Tensor:
-        head, target = self.head, call.shift_labels
-        if target is None:
-            target = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
-        target = target.to(hidden.device)
-        input, weight, bias = heads.product(head, hidden, self.upcast)
-        divisor = call.num_items_in_batch
-        if isinstance(divisor, Tensor):
-            divisor = divisor.to(hidden.device)
-        options = {"linear_bias": bias, "ignore_index": call.ignore_index, **self.options}
-        options["reduction"] = "mean" if divisor is None else "sum"
-        if self.model.training:
-            return linear_cross_entropy(input, weight, target, divisor=divisor, **options)
-        outputs = linear_cross_entropy_outputs(input, weight, target, divisor=divisor, **options)
-        call.predicted = {"predictions": outputs.predictions, "accuracy": outputs.accuracy}
-        return outputs.loss
-
-    def loss_function(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
+    def cross_entropy(
+        self, logits: UnreadLogits, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        loss_arguments = (num_items_in_batch is None, ignore_index, shift_labels is None)
-        call = RUNNING.calls.get(self.key)
-        if call is None:
-            if self.model.training and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"the forward of {type(self.model).__name__} was called without its hooks, which use_xent needs: "
-                    "call the model itself (old versions of peft call forward)"
+        """In place of ``F.cross_entropy(logits, target, ...)``."""
+        state = logits.unread
+        options = {**self.options, **state.tail()._asdict(), "ignore_index": ignore_index, "reduction": reduction}
+        if label_smoothing not in (0.0, options["label_smoothing"]):
+            if options["label_smoothing"] != 0.0:
+                raise ValueError(
+                    f"the loss of {type(self.model).__name__} has label_smoothing={label_smoothing}, and use_xent was "
+                    f"given {options['label_smoothing']}: give it to one of them"
                 )
-            return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-        if call.loss is None and call.hidden is not None:
-            del RUNNING.calls[self.key]  # our hooks on the head leave this call of it alone
-            outer = self.model.get_output_embeddings()
-            call.loss = heads.in_call_of(outer, self.head, lambda hidden: self.compute(call, hidden), call.hidden)
+            options["label_smoothing"] = label_smoothing
+        call = RUNNING.calls.pop(self.key, None)  # our hooks on the head leave another call of it alone
+        has_outputs = call is not None and not self.model.training
+
+        def compute(rows: Tensor) -> Any:
+            input, weight, bias = heads.product(self.head, rows, self.upcast)
+            if state.bias is not None:
+                bias = state.bias.to(weight) if bias is None else bias + state.bias.to(weight)
+            function = linear_cross_entropy_outputs if has_outputs else linear_cross_entropy
+            return function(input, weight, target.to(input.device), linear_bias=bias, **options)
+
+        with heads.autocast(state.rows.device.type, state.autocast):
+            if self.needs_own_call():
+                loss = heads.in_call_of(self.model.get_output_embeddings(), self.head, compute, state.rows)
+            else:
+                if hasattr(self.head, "unshard"):  # FSDP2 may have sharded it again. It gathers once more
+                    self.head.unshard()
+                loss = compute(state.rows)
+        if call is not None:
+            call.has_loss = True
+            if has_outputs:
+                predictions = loss.predictions.view(state.grid or loss.predictions.shape)
+                call.predicted = {"predictions": predictions, "accuracy": loss.accuracy}
             RUNNING.calls[self.key] = call
-        seen = (call.num_items_in_batch is None, call.ignore_index, call.shift_labels is None)
-        if call.loss is None or loss_arguments != seen:
-            raise RuntimeError(
-                f"{type(self.model).__name__} gave its loss other arguments than it was given itself: use_xent takes "
-                "num_items_in_batch, ignore_index and shift_labels of the model's call"
-            )
-        call.returned = True
-        return call.loss
+        return loss.loss if has_outputs else loss
+
+    def refusal(self, use: str) -> Exception:
+        call, name = RUNNING.calls.get(self.key), type(self.model).__name__
+        if call is not None and call.has_labels:
+            return Refusal(f"{name} reads its logits beside the loss: {use}. Call remove_xent(model)")
+        return Refusal(
+            f"the logits of {name} are read: {use}. With use_xent a call in training mode has none. Give labels to the "
+            "model, or its logits to F.cross_entropy. Trainer reads them with label_smoothing_factor: "
+            "give label_smoothing to use_xent instead. Or call remove_xent(model)"
+        )
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call = RUNNING.calls.pop(self.key, None)
         if call is None or output is None:  # no output: the model raised an error
             return None
-        if call.loss is None:
+        if call.hidden is None and call.has_labels:
             raise RuntimeError(
                 "the model did not call its head: its forward is not that of transformers. For TRL's trainers, which "
                 "replace it, there is xent_ops.integrations.trl.use_xent(trainer)"
             )
-        if not call.returned:
-            raise RuntimeError("the model did not call its loss_function: it was replaced after use_xent")
-        if isinstance(output, tuple):
+        if not call.has_loss:  # what reads the unread logits later is refused, or is F.cross_entropy
             return None
-        fields = {name: value for name, value in output.items() if name != "logits"}
+        if isinstance(output, tuple):
+            return tuple([one.like(rows=0) if isinstance(one, UnreadLogits) else one for one in output])
+        fields = {name: value for name, value in output.items() if not isinstance(value, UnreadLogits)}
         kind = with_predictions(type(output)) if call.predicted else type(output)
         return kind(**fields, **call.predicted)

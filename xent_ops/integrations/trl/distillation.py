@@ -135,7 +135,7 @@ class GkdLoss:
     def __init__(self, trainer: Any, teacher: PreTrainedModel) -> None:
         self.trainer, self.teacher, self.theirs = trainer, teacher, trainer.compute_loss
         head = teacher.get_output_embeddings()
-        self.tail, _ = tails.find(teacher, head)
+        self.tail = tails.of_logits(teacher, head)
         cap, scale = self.tail
         self.what = f"compute_loss; teacher {type(teacher).__name__}: softcap {cap}, logit_scale {scale:g}"
         trainer.compute_loss = self.compute_loss

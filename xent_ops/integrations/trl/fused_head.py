@@ -54,7 +54,7 @@ class FusedHead:
         if self.asked.cast_lm_head_to_fp32:
             raise ValueError("cast_lm_head_to_fp32: give logits_dtype=torch.float32 to use_xent instead")
         head = model.get_output_embeddings()
-        self.tail = tails.with_temperature(tails.find(model, head)[0], self.asked.temperature)
+        self.tail = tails.with_temperature(tails.of_logits(model, head), self.asked.temperature)
         cap, scale = self.tail
         self.what = f"{type(model).__name__}: softcap {cap}, logit_scale {scale:g}"
         self.is_on = True
