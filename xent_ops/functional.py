@@ -13,7 +13,7 @@ from .kernels import reference_soft
 from .kernels.options import LossOptions, Reduction
 from .ops import arguments, checks, function, scalars, transforms
 from .ops.arguments import classes_last
-from .ops.dtensors import is_dtensor, only_plain_tensors
+from .ops.dtensors import is_dtensor, only_plain_tensors, refuse_beside_plain, refuse_in_transforms
 from .ops.formulas import differentiable
 from .ops.library import refuse
 from .ops.token_logits import target_and_ids
@@ -130,6 +130,8 @@ def cross_entropy(
         >>> loss.backward()
     """
     arguments.tensors(input, target, weight)
+    if transforms.functorch_is_active():
+        refuse_in_transforms(input, target, weight, token_weight)
     loss = arguments.loss_options(
         ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction, input.dtype
     )
@@ -166,12 +168,8 @@ def _beside(
     logits: Tensor, target: Tensor, token_weight: Tensor | None = None, weight: Tensor | None = None
 ) -> list[Any]:
     """The arguments behind DTensor logits (..., C) as DTensors."""
-    for name, value in (("target", target), ("token_weight", token_weight), ("weight", weight)):
-        if is_dtensor(value) and not is_dtensor(logits):
-            raise TypeError(
-                f"{name} is a DTensor but the logits are not: pass DTensor logits, or all of it as a plain tensor, "
-                f"{name}.full_tensor()"
-            )
+    if not is_dtensor(logits):
+        refuse_beside_plain("the logits are", target=target, token_weight=token_weight, weight=weight)
     from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
 
     at = layout.of_logits(logits)

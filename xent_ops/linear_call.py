@@ -11,7 +11,7 @@ from .head.loop import HeadSlice
 from .kernels.options import LossOptions, RowOptions
 from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
-from .ops.dtensors import is_dtensor
+from .ops.dtensors import is_dtensor, refuse_beside_plain
 from .ops.formulas import differentiable
 from .ops.library import refuse
 from .ops.linear import composite
@@ -94,6 +94,9 @@ def placed(call: LinearCall) -> LinearCall:
         call.input, head.weight, call.target, head.bias, head.class_weight, call.token_weight, call.divisor
     ):
         return call
+    others = {"target": call.target, "token_weight": call.token_weight, "divisor": call.divisor}
+    if not is_dtensor(call.input, head.weight, head.bias):
+        refuse_beside_plain("input and linear_weight are", weight=head.class_weight, **others)
     from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
 
     at = layout.of_head(call.input, head.weight, head.bias)

@@ -16,6 +16,7 @@ from .kernels.reference import is_counted
 from .linear_call import LinearCall, statistics
 from .ops import arguments, transforms
 from .ops.derivatives import value_and_derivatives
+from .ops.dtensors import is_dtensor, refuse_beside_plain
 from .ops.message_values import repr_for_message, type_name
 from .ops.reduction import counted_sum
 from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
@@ -240,6 +241,8 @@ def _checked_rows(rows: Any, target: Tensor, instead: str) -> list[Tensor]:
     for i, row in enumerate(rows):
         name = f"rows[{i}]"
         arguments.required(name, row)
+        if not is_dtensor(target):
+            refuse_beside_plain("the input is", **{name: row})
         if row.dim() < target.dim() or any(
             size != expected for size, expected in zip(row.shape, target.shape, strict=False)
         ):

@@ -313,7 +313,11 @@ def refused(device):
         ((input, m, target), {}, "input is a plain tensor but another argument a DTensor"),
         ((x, head, target), {}, "linear_weight is a plain tensor but"),
         ((x, m, target), {"linear_bias": bias}, "linear_bias is a plain tensor but"),
-        ((input, head, distribute_tensor(target, mesh, whole)), {}, "input is a plain tensor but"),
+        (
+            (input, head, distribute_tensor(target, mesh, whole)),
+            {},
+            "target is a DTensor but input and linear_weight are not",
+        ),
         ((x, distribute_tensor(head, other, [Replicate(), Shard(0)]), target), {}, "both must be on one mesh"),
         ((x, distribute_tensor(head, mesh, [Shard(1)]), target), {}, r"linear_weight is placed as .* valid are"),
         ((distribute_tensor(input, mesh, [Shard(1)]), m, target), {}, r"input is placed as .* valid are"),

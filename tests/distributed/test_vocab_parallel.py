@@ -1,6 +1,7 @@
 """The loss over a split vocabulary in real processes. Every rank runs the cases of the *_cases.py files beside this."""
 
 import dtensor_cases as dtensor
+import dtensor_mesh_cases as dtensor_mesh
 import pytest
 import torch
 import vocab_parallel_cases as cases
@@ -91,6 +92,9 @@ def test_cuda_graphs(pool, world, case):
     dtensor.what_is_communicated,
     dtensor.colwise_parallel,
     dtensor.refused,
+    dtensor_mesh.ranks_outside_of_a_mesh,
+    dtensor_mesh.dimension_of_one_rank,
+    dtensor_mesh.words,
 )
 def test_dtensor(pool, device, world, case):
     pool(world, device).run(case)

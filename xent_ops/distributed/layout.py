@@ -71,6 +71,17 @@ class Layout(NamedTuple):
             value = value.detach().redistribute(placements=placements)
         return value._local_tensor
 
+    @property
+    def is_outside(self) -> bool:
+        """Is this rank none of the mesh? Then it computes nothing, as with DTensor's own operators."""
+        return self.mesh.get_coordinate() is None
+
+    def nothing(self, spec: DTensorSpec) -> Tensor:
+        """What DTensor gives a rank outside of the mesh as its local tensor."""
+        assert spec.tensor_meta is not None
+        size = () if len(spec.tensor_meta.shape) == 0 else (0,)
+        return torch.zeros(size, dtype=spec.tensor_meta.dtype, device=self.mesh.device_type)
+
     def spec(self, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
         """Of a contiguous tensor."""
         stride, strides = 1, []
@@ -128,10 +139,13 @@ def of_rows(
     mesh: DeviceMesh, rows: list[Placement], shape: torch.Size, split: Sequence[int] = (), num_classes: int = 1
 ) -> Layout:
     """``split``: the dimensions of the mesh that split the classes."""
+    split = [dim for dim in split if mesh.size(dim) > 1]
     if len(split) > 1:
         raise ValueError(f"the classes are split over dimensions {split} of the mesh; at most one is supported")
-    row_ranks = {dim: ranks_of(mesh.get_group(dim)) for dim, row in enumerate(rows) if isinstance(row, Shard)}
     vocabulary = split[0] if len(split) > 0 else None
+    if mesh.get_coordinate() is None:  # the mesh has no groups on this rank
+        return Layout(mesh, rows, shape, {}, vocabulary, Ranks("", 0, 1), num_classes)
+    row_ranks = {dim: ranks_of(mesh.get_group(dim)) for dim, row in enumerate(rows) if isinstance(row, Shard)}
     ranks = Ranks("", 0, 1) if vocabulary is None else ranks_of(mesh.get_group(vocabulary))
     return Layout(mesh, rows, shape, row_ranks, vocabulary, ranks, num_classes)
 

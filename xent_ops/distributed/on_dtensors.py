@@ -145,10 +145,14 @@ def _run(operator: Operator, overload: Any, args: Any, kwargs: Any) -> Any:
         if known is None:
             _keep(signature, plan)
     at, mine = plan.at, [*call]
-    for position, places in plan.arguments:
-        mine[position] = at.local(mine[position], places)
-    values = rule(operator.name, at, operator.bind(*mine))
-    values = values if isinstance(values, (tuple, list)) else (values,)
+    values: Any
+    if at.is_outside:
+        values = [at.nothing(spec) for spec, _ in plan.results]
+    else:
+        for position, places in plan.arguments:
+            mine[position] = at.local(mine[position], places)
+        values = rule(operator.name, at, operator.bind(*mine))
+        values = values if isinstance(values, (tuple, list)) else (values,)
     found = []
     for value, (spec, placements) in zip(values, plan.results, strict=False):  # an in-place form has none
         result = DTensor(value.contiguous(), spec, requires_grad=False)

@@ -130,6 +130,10 @@ def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tenso
     tensors: Any = (call.input, call.head.weight, call.head.bias, call.target)
     input, weight, bias, target = tensors
     at = on_dtensors.layout.of_head(input, weight, bias)
+    if at.is_outside:  # a sum of nothing, with a graph
+        learned = [tensor for tensor in (input, weight, bias) if tensor is not None]
+        sums: Any = [tensor.redistribute(at.mesh, at.replicated).sum() for tensor in learned]
+        return sum(sums).to(accumulator(input))
     if isinstance(rows, (tuple, list)):  # TokenFunction refuses other types
         rows = [row.to_local() if isinstance(row, DTensor) else row for row in at.beside(target, *rows)[1:]]
     target = target.to_local()

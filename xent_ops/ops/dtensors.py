@@ -45,6 +45,15 @@ def only_plain_tensors(name: str, *tensors: Any) -> None:
         raise NotImplementedError(not_of_dtensors(name))
 
 
+def refuse_in_transforms(*tensors: Any) -> None:
+    """Refuse DTensors of a call inside torch.func, which wraps them: their operators see no DTensor."""
+    if is_dtensor(*[transforms.innermost(one) for one in tensors if isinstance(one, Tensor)]):
+        raise NotImplementedError(
+            "a loss of DTensors inside a functorch transform (torch.func) is not supported: take its gradient by "
+            "torch.autograd.grad or backward(), or pass plain tensors, full_tensor()"
+        )
+
+
 def not_of_dtensors(name: str) -> str:
     return (
         f"{name} of DTensors is not supported. With FSDP2 (fully_shard) call it inside of the forward of the "
@@ -53,6 +62,16 @@ def not_of_dtensors(name: str) -> str:
         "token_log_probs, linear_cross_entropy, linear_token_log_probs and linear_token_loss, and of a rank's part "
         "of the classes xent_ops.distributed has functions"
     )
+
+
+def refuse_beside_plain(plain: str, **tensors: Any) -> None:
+    """Refuse DTensors among these. ``plain``: what is not one, and the verb."""
+    for name, value in tensors.items():
+        if is_dtensor(value):
+            raise TypeError(
+                f"{name} is a DTensor but {plain} not: pass a plain tensor, {name}.full_tensor() for all of it or "
+                f"{name}.to_local() for this rank's part, or DTensors for all"
+            )
 
 
 def refuse_dtensor(name: str, tensor: Tensor | None, instead: str) -> None:

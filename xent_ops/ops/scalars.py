@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .._private import private
 from . import checks, transforms
 from .message_values import repr_for_message
-
-_is_wrapped = private(
-    "torch._C._functorch.is_functorch_wrapped_tensor",
-    lambda tensor: False,
-    "an option that is a tensor of torch.func is not refused in words",
-)
 
 
 def is_int64(value: Any) -> bool:
@@ -111,7 +104,7 @@ def _transformed(tensor: Tensor) -> bool:
     """Is this a tensor of torch.func, or one with a tangent? Dynamo has no tensors with hidden levels."""
     if torch.compiler.is_compiling():
         return False
-    if _is_wrapped(tensor):
+    if transforms.is_wrapped(tensor):
         return True
     return transforms.dual_level() and forward_ad.unpack_dual(tensor).tangent is not None
 

@@ -16,6 +16,12 @@ functorch_is_active = private(  # Dynamo supports it too
 )
 _interpreters = private("torch._C._functorch.get_interpreter_stack", lambda: None, _UNSEEN)
 _jvp = private("torch._C._functorch.TransformType.Jvp", None, _UNSEEN)
+is_wrapped = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    lambda tensor: False,
+    "an option that is a tensor of torch.func, or a DTensor inside of one, is not refused in words",
+)
+_unwrapped = private("torch._C._functorch.get_unwrapped", lambda tensor: None, "DTensors in torch.func are not seen")
 _is_legacy_batch = private(
     "torch._C._functorch.is_legacy_batchedtensor", lambda tensor: False, "no is_grads_batched=True"
 )
@@ -101,6 +107,14 @@ def is_batch(grad: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return _is_legacy_batch(grad) or functorch_is_active()
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of torch.func have wrapped. Dynamo has no tensors with hidden levels."""
+    if not torch.compiler.is_compiling():
+        while tensor is not None and is_wrapped(tensor):
+            tensor = _unwrapped(tensor)
+    return tensor
 
 
 def refuse(name: str) -> None:
