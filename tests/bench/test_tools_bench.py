@@ -261,14 +261,40 @@ def uncompiled(monkeypatch):
 
 def test_whole_steps(uncompiled, tmp_path, capsys):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    only = "body,F compiled,xent linear,skipping,use_xent eager,transformers eager"
+    only = "body,F compiled,xent linear,skipping,use_xent,transformers"
     results = bench(tmp_path, "model", TINY, "--only", only, "--ignored", "0.75")
-    assert statuses(results) == {"ok"} and len(results) == 6
+    assert statuses(results) == {"ok"} and len(results) == 10
     for name, result in results.items():
         assert result["more"]["tokens/s"] == pytest.approx(32e3 / result["ms"])
         more = None if name == model.BODY else pytest.approx(result["ms"] - results[model.BODY]["ms"])
         assert result["more"].get("head + loss ms") == more
     assert "head + loss ms" in capsys.readouterr().out
+
+
+def test_attention_of_compiled_layers_is_causal(monkeypatch):
+    """One graph for all layers, whose attention has no mask. A model that is compiled as a whole has one."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    graphs, compile_ = [], torch.compile
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile_(function, backend=record, fullgraph=True)
+    )
+    problem = model.Step(model.DEFAULTS["cpu"] | model.sizes("layers=3,hidden=32,classes=64,tokens=16"), SETTING)
+    masks = {}
+    for function in (model.at_once, lambda loss, llama: model.step_of(contestants.compiled(lambda: loss), llama)):
+        graphs.clear()
+        function(contestants.linear, problem.model)(problem.tokens, problem.target)
+        attentions = [
+            node for graph in graphs for node in graph.graph.nodes if node.target is F.scaled_dot_product_attention
+        ]
+        masks[len(graphs)] = [(one.kwargs["attn_mask"] is None, one.kwargs["is_causal"]) for one in attentions]
+    whole = masks.pop(1)
+    assert masks == {3: [(True, True)]}, "a layer, the norm, the loss"
+    assert whole == [(False, False)] * 3
 
 
 @pytest.mark.parametrize("fraction, ignored", [(None, 2), (0.75, 24), (0.0, 2)])
@@ -286,7 +312,7 @@ def test_ignored_positions(fraction, ignored):
 def test_the_check_of_a_whole_step_sees(dtype, uncompiled):
     pytest.importorskip("transformers", reason="transformers is not installed")
     problem = model.Step(model.DEFAULTS["cpu"] | model.sizes(TINY), Setting(CPU, dtype))
-    one = Contestant("probe", "ours", contestants.partial(model.whole, contestants.linear, {}))
+    one = Contestant("probe", "ours", contestants.partial(model.step_of, lambda: contestants.linear))
     loss, grads = problem.bind(one)()
     assert not check.wrong(problem.check(Outputs(loss, grads), one))
     assert check.wrong(problem.check(Outputs(loss, grads[:-1]), one))  # one weight has none
