@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .divergence_function import bind_teacher
+from .divergence_function import TwoHeads, bind_teacher
 from .head.loop import wanted_gradients
 from .kernels.options import LossOptions, Reduction, RowOptions
 from .linear_call import bind
@@ -15,6 +15,9 @@ from .ops import arguments, checks, distillation_arguments, transforms
 from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.reduction import summary
+
+if TYPE_CHECKING:
+    from .distributed.bound import Shard
 
 
 @arguments.named
@@ -126,6 +129,7 @@ def linear_distillation_loss(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    shard: Shard | None = None,
 ) -> Tensor:
     """``distillation_loss`` from the hidden states and heads of a student and its teacher, without all logits.
 
@@ -144,7 +148,10 @@ def linear_distillation_loss(
         softcap, teacher_softcap, logit_scale, teacher_logit_scale: as for ``distillation_loss``.
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``, for both heads if both have such matrix multiplications. Without
-            a target no row is ignored, and it saves nothing.
+            a target no row is ignored, and it saves nothing. Not with a shard.
+        shard: as for ``linear_cross_entropy``, for both heads, which are split at the same classes. 3 numbers a row are
+            all-gathered, or 2 and then 2 more with beta between 0 and 1. ``hard_weight`` adds 1, or 2 at a temperature
+            other than one. reduction="none" has no gradients.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. The student's input,
@@ -160,16 +167,25 @@ def linear_distillation_loss(
         >>> loss.backward()
     """
     tensors = (input, linear_weight, teacher_input, teacher_weight, target, linear_bias, teacher_bias)
-    only_plain_tensors("xent_ops.linear_distillation_loss", *tensors, token_weight, divisor)
-    target, ignore_index = distillation_arguments.target_of(target, ignore_index, hard_weight, input)
-    raw_options, chunking = (ignore_index, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
-    call = bind(input, linear_weight, target, linear_bias, None, raw_options, chunking, divisor, token_weight)
-    checks.token_weight(token_weight, target)
-    teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))
-    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+
+    def bind_heads(parts: int = 1) -> TwoHeads:
+        only_plain_tensors("xent_ops.linear_distillation_loss", *tensors, token_weight, divisor)
+        target_args = (target, ignore_index, hard_weight, input, parts, (token_weight,), reduction)
+        labels, ignored = distillation_arguments.target_of(*target_args)
+        raw_options, chunking = (ignored, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
+        call = bind(input, linear_weight, labels, linear_bias, None, raw_options, chunking, divisor, token_weight)
+        checks.token_weight(token_weight, labels)
+        teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))
+        options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+        return TwoHeads(call, teacher, distillation_arguments.spec(ignored, softcap, logit_scale, options))
+
+    if shard is not None:
+        from .distributed import distillation as over_ranks  # this import is slow
+
+        return over_ranks.fixed_loss(shard, bind_heads, hard_weight)
+    call, teacher, spec = bind_heads()
     fixed = distillation_arguments.fixed_loss(spec, hard_weight)
-    call = call.in_autocast_dtype()
+    call, target = call.in_autocast_dtype(), call.target
     student = (call.input, call.head.weight, call.head.bias)
     output_mask = wanted_gradients(call.input, call.head)
     heads = (*student[:2], target, *teacher[:2], student[2], teacher.teacher_bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,15 +34,23 @@ def bind_classes(classes: Any) -> Tensor | None:
     return classes
 
 
-def bind_teacher(tensors: Sequence[Any], classes: Any = None, suffix: str = "") -> TeacherHead:
-    """The teacher's input, weight and bias. ``suffix``: of the names of the last two."""
-    names = ("teacher_input", f"teacher_weight{suffix}", f"teacher_bias{suffix}")
+def bind_teacher(tensors: Sequence[Any], classes: Any = None) -> TeacherHead:
+    """The teacher's input, weight and bias."""
+    names = ("teacher_input", "teacher_weight", "teacher_bias")
     for name, tensor in zip(names[:2], tensors, strict=False):
         arguments.required(name, tensor)
     arguments.optional(names[2], tensors[2])
     for name, tensor in zip(names, tensors, strict=True):
         checks.constant(name, tensor)
     return TeacherHead(*composite.cast_for_autocast(*tensors))._replace(classes=bind_classes(classes))
+
+
+class TwoHeads(NamedTuple):
+    """The arguments of a student and its teacher. distributed/consistency.py compares all fields between ranks."""
+
+    student: LinearCall
+    teacher: TeacherHead
+    spec: Divergences
 
 
 class _Recorder(FieldRecorder):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from .divergence_function import DivergenceFunction, bind_classes, bind_teacher
+from .divergence_function import DivergenceFunction, TwoHeads, bind_classes, bind_teacher
 from .head.divergences import nan_unless_different, teacher_rows, tops
 from .kernels.options import TokenReduction
 from .kernels.reference import accumulator, is_counted
@@ -16,6 +18,9 @@ from .ops.formulas import differentiable
 from .ops.library import refuse
 from .token_function import loss_of_head
 from .user_function import Function
+
+if TYPE_CHECKING:
+    from .distributed.bound import Shard
 
 
 @arguments.named
@@ -46,6 +51,7 @@ def linear_distillation_token_loss(
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
     check: bool = False,
+    shard: Shard | None = None,
 ) -> Tensor:
     """A loss that is your function of each token's divergences between a student's head and its teacher's.
 
@@ -79,6 +85,11 @@ def linear_distillation_token_loss(
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``, for both heads. Code compiled for a CPU computes all rows.
         check: as for ``linear_token_loss``.
+        shard: as for ``linear_distillation_loss``; fn gets all tokens on every rank. ``classes`` are then those of this
+            rank: the row of its ``teacher_weight`` of each of its student's classes. So the student's head is split
+            where the teacher's is, and the teacher's has no padding. A row all-gathers two numbers, one for each of kl,
+            reverse_kl and log_prob that fn reads, four for the argmaxes, and then two for each of jsd and overlap;
+            ``classes`` adds one, and one for the argmaxes. Not with ``check`` or ``skip_ignored``.
 
     Returns:
         The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
@@ -98,17 +109,25 @@ def linear_distillation_token_loss(
         >>> function(hidden, head, teacher_hidden, teacher_head, acceptance, classes=t2d).backward()
     """
     tensors = (input, linear_weight, teacher_input, teacher_weight, target, classes, linear_bias, teacher_bias)
-    only_plain_tensors("xent_ops.linear_distillation_token_loss", *tensors, divisor)
     has_target = target is not None
-    target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
-    raw_options = (ignore_index, 0.0, None, 1.0, 0.0, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
-    call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor)
-    checks.reduction(reduction, ("mean", "sum"))
-    arguments.boolean("check", check)
-    teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias), classes)
-    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+
+    def bind_heads(parts: int = 1) -> TwoHeads:
+        only_plain_tensors("xent_ops.linear_distillation_token_loss", *tensors, divisor)
+        labels, ignored = distillation_arguments.target_of(target, ignore_index, 0.0, input, parts, rows, reduction)
+        raw_options = (ignored, 0.0, None, 1.0, 0.0, reduction)
+        raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
+        call = bind(input, linear_weight, labels, linear_bias, None, raw_options, raw_chunking, divisor)
+        checks.reduction(reduction, ("mean", "sum"))
+        arguments.boolean("check", check)
+        teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias), classes)
+        options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+        return TwoHeads(call, teacher, distillation_arguments.spec(ignored, softcap, logit_scale, options))
+
+    if shard is not None:
+        from .distributed import distillation as over_ranks  # this import is slow
+
+        return over_ranks.token_loss(shard, bind_heads, fn, rows, has_target, check)
+    call, teacher, spec = bind_heads()
     call = call.in_autocast_dtype().as_sum()
     head = call.head
     heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])

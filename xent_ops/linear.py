@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
+
+if TYPE_CHECKING:
+    from .distributed.bound import Shard
 
 
 @arguments.named
@@ -36,6 +41,7 @@ def linear_cross_entropy(
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
+    shard: Shard | None = None,
 ) -> Tensor:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without all logits in memory.
 
@@ -82,6 +88,8 @@ def linear_cross_entropy(
             gradient (for a mean: except its divisor) depend only on the head and on the row's own hidden state, target
             and options. docs/reproducible.md has the conditions and the cost. ``skip_ignored`` has no effect. Not with
             ``products``.
+        shard: a head whose classes are split between ranks, ``xent_ops.distributed.Shard``. 3 numbers a row (4 with
+            class weights) are all-gathered, and the input's gradient is all-reduced.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the target's shape. Gradients have their
@@ -100,11 +108,15 @@ def linear_cross_entropy(
         >>> loss = xent_ops.linear_cross_entropy(hidden, head.weight, target)
         >>> loss.backward()
     """
-    transforms.refuse("xent_ops.linear_cross_entropy")
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
-    call = bind(input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
-    return cross_entropy(placed(call))
+    head_args = (input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
+    if shard is not None:
+        from .distributed import linear as over_ranks  # this import is slow
+
+        return over_ranks.cross_entropy(shard, lambda: bind(*head_args))
+    transforms.refuse("xent_ops.linear_cross_entropy")
+    return cross_entropy(placed(bind(*head_args)))
 
 
 @arguments.named
@@ -179,6 +191,7 @@ def linear_token_log_probs(
     logits_dtype: torch.dtype | None = None,
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
+    shard: Shard | None = None,
 ) -> TokenLogProbs:
     """``token_log_probs`` of ``F.linear(input, linear_weight, linear_bias)`` without all logits in memory.
 
@@ -192,6 +205,7 @@ def linear_token_log_probs(
         accumulate_dtype, chunk_rows, skip_ignored: as for ``linear_cross_entropy``. An ignored row that is skipped has
             an entropy of 0 and an infinite lse.
         logits_dtype, products, batch_invariant: as for ``linear_cross_entropy``.
+        shard: as for ``linear_cross_entropy``, with 4 numbers a row, and with K classes a row K more.
 
     Returns:
         ``TokenLogProbs(log_probs, entropy, lse)``, each float32 (float64 for float64 input) with one number per row;
@@ -202,9 +216,13 @@ def linear_token_log_probs(
         >>> log_probs, entropy, _ = xent_ops.linear_token_log_probs(hidden, weight, torch.randint(1000, (4,)))
         >>> (-log_probs - 0.01 * entropy).mean().backward()
     """
-    transforms.refuse("xent_ops.linear_token_log_probs")
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
-    call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, several=True)
-    call = placed(call).in_autocast_dtype()
+    head_args = (input, linear_weight, target, linear_bias, None, raw_options, raw_chunking)
+    if shard is not None:
+        from .distributed import linear as over_ranks  # this import is slow
+
+        return over_ranks.token_log_probs(shard, lambda: bind(*head_args, several=True))
+    transforms.refuse("xent_ops.linear_token_log_probs")
+    call = placed(bind(*head_args, several=True)).in_autocast_dtype()
     return log_probs_of_rows(*statistics(call, with_entropy=True), call.ids, call.loss.row_options.ignore_index)

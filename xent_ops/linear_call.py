@@ -66,10 +66,9 @@ def bind(
     token_weight: Any = None,
     *,
     several: bool = False,  # the target may be (..., K)
-    names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> LinearCall:
     """Refuse values that are wrong on any device. The operators refuse tensors that do not fit together."""
-    arguments.linear(input, linear_weight, target, linear_bias, class_weight, names=names)
+    arguments.linear(input, linear_weight, target, linear_bias, class_weight)
     loss, ids = arguments.loss_options(*raw_options, input.dtype), None
     if several:
         target, ids = target_and_ids(target, input.dim() - 1, loss.row_options.ignore_index)

@@ -71,7 +71,9 @@ def _options_with_defaults(function: Callable[..., Tensor], *own_names: str) -> 
 
 
 _LOGITS_OPTIONS = _options_with_defaults(functional.cross_entropy, "token_weight")
-_HEAD_OPTIONS = _options_with_defaults(linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight")
+_HEAD_OPTIONS = _options_with_defaults(
+    linear.linear_cross_entropy, "linear_bias", "weight", "divisor", "token_weight", "shard"
+)
 
 
 def _options_of(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:

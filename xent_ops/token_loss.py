@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from .ops.formulas import differentiable
 from .ops.token_logits import target_and_ids
 from .token_function import TokenFunction, loss_of_head
 from .user_function import Function
+
+if TYPE_CHECKING:
+    from .distributed.bound import Shard
 
 
 @arguments.named
@@ -38,6 +43,7 @@ def linear_token_loss(
     products: HeadProducts | None = None,
     batch_invariant: bool = False,
     check: bool = False,
+    shard: Shard | None = None,
 ) -> Tensor:
     """A loss that is a mean or a sum of one number per token, from hidden states, at the cost of cross entropy.
 
@@ -69,6 +75,8 @@ def linear_token_loss(
         batch_invariant: as for ``linear_cross_entropy``. fn gets the bits of ``linear_token_log_probs``.
         check: compare fn on all tokens with fn on parts of them, and raise if they differ. This costs a matrix
             multiplication and synchronises; not in compiled graphs.
+        shard: as for ``linear_cross_entropy``; fn gets all tokens on every rank. With several classes a row not with
+            ``skip_ignored``, ``products`` or ``check``.
 
     Returns:
         The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
@@ -89,10 +97,15 @@ def linear_token_loss(
         >>> xent_ops.linear_token_loss(hidden, weight, target, reinforce, rows=(advantage,)).backward()
     """
     name = "xent_ops.linear_token_loss"
-    transforms.refuse(name)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
-    call = bind(input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor, several=True)
+    head_args = (input, linear_weight, target, linear_bias, None, raw_options, raw_chunking, divisor)
+    if shard is not None:
+        from .distributed import token_loss as over_ranks  # this import is slow
+
+        return over_ranks.token_loss(shard, lambda: bind(*head_args, several=True), fn, rows, check)
+    transforms.refuse(name)
+    call = bind(*head_args, several=True)
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
     if is_dtensor(input, linear_weight, target, linear_bias):

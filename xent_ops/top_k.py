@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from .head.top_k import choose, of_ids
-from .linear_call import bind
+from .linear_call import LinearCall, bind
 from .ops import arguments, checks
 from .ops.arguments import classes_last
 from .ops.distillation_arguments import target_of
 from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
 from .outputs import TopK, top_k_of_rows
+
+if TYPE_CHECKING:
+    from .distributed.bound import Shard
 
 
 @arguments.named
@@ -68,6 +73,7 @@ def linear_top_k(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    shard: Shard | None = None,
 ) -> TopK:
     """The k most probable classes of every token from hidden states, and the rank of its target.
 
@@ -84,6 +90,9 @@ def linear_top_k(
         target: (...), class indices. Each gets its log-probability, and its rank among all classes.
         ignore_index, softcap, logit_scale: as for ``token_log_probs``. The softcap does not change the order.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, batch_invariant: as for ``linear_cross_entropy``.
+        shard: as for ``linear_cross_entropy``. There is no gradient: for derivatives pass the ids to
+            ``linear_token_log_probs``. 12 k + 28 bytes a row are all-gathered or summed. ``sequence_parallel`` needs a
+            target, which has all rows. Not with ``skip_ignored`` or ``accumulate_dtype``.
 
     Returns:
         ``TopK``. Its ids and the exponentials of its log-probabilities are what ``linear_top_k_distillation_loss``
@@ -95,12 +104,20 @@ def linear_top_k(
         >>> student, probs = torch.randn(4, 16, requires_grad=True), top.log_probs.exp()
         >>> xent_ops.linear_top_k_distillation_loss(student, weight, top.ids, probs, tail=True).backward()
     """
+
+    def bind_call() -> tuple[LinearCall, int]:
+        rows, ignored = target_of(target, ignore_index, 0.0, input)
+        raw_options = (ignored, 0.0, softcap, logit_scale, 0.0, "none")
+        raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
+        return bind(input, linear_weight, rows, linear_bias, None, raw_options, raw_chunking), arguments.integer("k", k)
+
+    if shard is not None:
+        from .distributed import top_k as over_ranks  # this import is slow
+
+        return over_ranks.top_k(shard, bind_call, target)
     only_plain_tensors("xent_ops.linear_top_k", input, linear_weight, target, linear_bias)
-    rows, ignore_index = target_of(target, ignore_index, 0.0, input)
-    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, "none")
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
-    k = arguments.integer("k", k)
-    call = bind(input, linear_weight, rows, linear_bias, None, raw_options, raw_chunking).in_autocast_dtype()
+    call, k = bind_call()
+    call = call.in_autocast_dtype()
     head, options = call.head, call.loss.row_options
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
     values = differentiable("linear_top_k", call.input, head.weight, k, target, head.bias, **keywords)

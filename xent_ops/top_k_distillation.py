@@ -6,7 +6,7 @@ kernels/reference_top_k_distillation.py has the formula.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .ops.formulas import differentiable
 from .ops.token_logits import at_least_one_class, target_and_ids
 from .token_function import loss_of_head
 from .user_function import TokenRows, Values
+
+if TYPE_CHECKING:
+    from .distributed.bound import Shard
 
 
 class TopKLoss(TokenRows):
@@ -119,6 +122,7 @@ def linear_top_k_distillation_loss(
     skip_ignored: bool = False,
     logits_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    shard: Shard | None = None,
 ) -> Tensor:
     """Cross entropy with a teacher's probabilities of K classes per row, from hidden states, without all logits.
 
@@ -141,6 +145,7 @@ def linear_top_k_distillation_loss(
         ignore_index, lse_square_scale, softcap, logit_scale, token_weight: as for ``cross_entropy``.
         divisor, accumulate_dtype, chunk_rows, logits_dtype, batch_invariant: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``. Code compiled for a CPU computes all rows.
+        shard: as for ``linear_cross_entropy``, of a mean or a sum, with K + 3 numbers a row. Not with ``skip_ignored``.
 
     Returns:
         The loss, float32 (float64 for float64 input): (), or with "none" the shape of the rows. It has no second
@@ -155,12 +160,20 @@ def linear_top_k_distillation_loss(
         >>> xent_ops.linear_top_k_distillation_loss(hidden, weight, ids, probs, tail=True).backward()
     """
     tensors = (input, linear_weight, ids, probs, linear_bias, token_weight, divisor)
-    only_plain_tensors("xent_ops.linear_top_k_distillation_loss", *tensors)
-    check_teacher(input, ids, probs, tail, ignore_index)
     raw_options = (ignore_index, 0.0, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, None, batch_invariant)
-    head_args = (input, linear_weight, ids, linear_bias, None)
-    call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True).in_autocast_dtype()
+
+    def bind_call() -> LinearCall:
+        check_teacher(input, ids, probs, tail, ignore_index)
+        head_args = (input, linear_weight, ids, linear_bias, None)
+        return bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True)
+
+    if shard is not None:
+        from .distributed import token_loss as over_ranks  # this import is slow
+
+        return over_ranks.top_k_distillation(shard, bind_call, probs, tail)
+    only_plain_tensors("xent_ops.linear_top_k_distillation_loss", *tensors)
+    call = bind_call().in_autocast_dtype()
     refuse_call(call)
     call, function = bind_loss(call, probs, tail)
     if call.loss.reduction != "none":

@@ -53,13 +53,11 @@ def linear_cross_entropy(
     """Log-probabilities and entropies of tokens, each of the labels' number, as verl's kernel returns them."""
     if reduction != "none":
         raise NotImplementedError(f"verl asks for reduction='none', got {reduction!r}")
-    rows, options = (hidden.flatten(0, -2), weight, labels.flatten()), {"logit_scale": 1 / temperature}
-    if dist_process_group is None:
-        stats = xent_ops.linear_token_log_probs(*rows, **options)
-    else:
+    rows, shard = (hidden.flatten(0, -2), weight, labels.flatten()), None
+    if dist_process_group is not None:
         classes = len(weight) * dist.get_world_size(dist_process_group)
-        function = xent_ops.distributed.vocab_parallel_linear_token_log_probs
-        stats = function(*rows, dist_process_group, num_classes=classes, **options)
+        shard = xent_ops.distributed.Shard(classes, dist_process_group)
+    stats = xent_ops.linear_token_log_probs(*rows, logit_scale=1 / temperature, shard=shard)
     return stats.log_probs, stats.entropy
 
 

@@ -4,6 +4,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from helpers import over_ranks
 
 from xent_ops import distributed
 from xent_ops.kernels import cpu
@@ -26,14 +27,12 @@ def focal(stats):
 
 
 def log_probs(x, shard, target, **options):
-    stats = distributed.vocab_parallel_linear_token_log_probs(
-        x, shard, target, num_classes=V, batch_invariant=True, **options
-    )
+    stats = over_ranks.linear_token_log_probs(x, shard, target, num_classes=V, batch_invariant=True, **options)
     return *stats, (1.7 * stats.log_probs - 0.3 * stats.entropy).sum()
 
 
 def rows(x, shard, target, **options):
-    loss = distributed.vocab_parallel_linear_cross_entropy(
+    loss = over_ranks.linear_cross_entropy(
         x, shard, target, num_classes=V, reduction="none", batch_invariant=True, **options
     )
     return loss, loss.sum()
@@ -41,7 +40,7 @@ def rows(x, shard, target, **options):
 
 def summed(x, shard, target, **options):
     return (
-        distributed.vocab_parallel_linear_cross_entropy(
+        over_ranks.linear_cross_entropy(
             x, shard, target, num_classes=V, reduction="sum", batch_invariant=True, **options
         ),
     )
@@ -55,7 +54,7 @@ def weighted(x, shard, target, **options):
 
 def tokens(x, shard, target, **options):
     return (
-        distributed.vocab_parallel_linear_token_loss(
+        over_ranks.linear_token_loss(
             x, shard, target, focal, num_classes=V, reduction="sum", batch_invariant=True, **options
         ),
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import over_ranks
 from linear_compiled_cases import called, graphs_of
 from linear_log_prob_cases import close, gradients_close
 from linear_parallel_cases import H, head_of
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, shard_of, split
 
-from xent_ops.distributed import vocab_parallel_linear_distillation_loss
 from xent_ops.kernels.rows import padded_classes
 from xent_ops.testing import distillation_oracle
 
@@ -81,8 +81,8 @@ def leaves(device, kind, problem, sequence_dim=None, group=None):
 def call(student, teacher, kind="chunk", group=None, **options):
     (x, w, b), (y, u, c) = student, teacher
     class_start = None if kind == "chunk" else split(kind, V, group)[0]
-    given = {"num_classes": V, "class_start": class_start, "bias_shard": b, "teacher_bias_shard": c, **options}
-    return vocab_parallel_linear_distillation_loss(x, w, y, u, group, **given)
+    given = {"num_classes": V, "class_start": class_start, "linear_bias": b, "teacher_bias": c, **options}
+    return over_ranks.linear_distillation_loss(x, w, y, u, group=group, **given)
 
 
 def one(device, kind, problem, sequence_dim=None, group=None, kept=None, **options):
@@ -222,7 +222,7 @@ def behaviour(device):
         loss = step(x, w, b)
     grads = torch.autograd.grad(loss, (x, w, b))
     assert loss.dtype == torch.float32 and all(grad.dtype == torch.float32 for grad in grads)
-    frozen = torch.autograd.grad(step(x.detach(), w, None, teacher_bias_shard=None), w)
+    frozen = torch.autograd.grad(step(x.detach(), w, None, teacher_bias=None), w)
     assert frozen[0].shape == w.shape
     alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
     with Collectives() as mode:
@@ -297,14 +297,14 @@ def errors(device):
     size, last = len(w), dist.get_world_size() - 1
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     bad = [
-        ({"teacher_weight_shard": u[1:], "teacher_bias_shard": None}, ValueError, rf"weight_shard has {size} of the {V}"),
+        ({"teacher_weight": u[1:], "teacher_bias": None}, ValueError, rf"linear_weight has {size} of the {V}"),
         ({"teacher_input": None}, TypeError, "teacher_input must be a torch.Tensor, got None"),
         ({"teacher_input": y[1:]}, ValueError, r"teacher_input has shape \(5, \d+\); expected \(6, \d+\)"),
-        ({"teacher_bias_shard": c[1:]}, ValueError, "teacher_bias_shard has shape"),
-        ({"teacher_weight_shard": u.double()}, TypeError, "teacher_weight_shard has dtype torch.float64 but teacher_input"),
+        ({"teacher_bias": c[1:]}, ValueError, "teacher_bias has shape"),
+        ({"teacher_weight": u.double()}, TypeError, "teacher_weight has dtype torch.float64 but teacher_input"),
         ({"teacher_input": y.clone().requires_grad_()}, RuntimeError, "teacher_input requires grad"),
-        ({"teacher_weight_shard": u.clone().requires_grad_()}, RuntimeError, "teacher_weight_shard requires grad"),
-        ({"weight_shard": w[1:], "bias_shard": None}, ValueError, "DTensor's chunk rule gives it"),
+        ({"teacher_weight": u.clone().requires_grad_()}, RuntimeError, "teacher_weight requires grad"),
+        ({"linear_weight": w[1:], "linear_bias": None}, ValueError, "DTensor's chunk rule gives it"),
         ({"beta": 1.5}, ValueError, "beta must be between 0.0 and 1.0, got 1.5"),
         ({"temperature": 0.0}, ValueError, "temperature must be a finite number above 0"),
         ({"target": None, "hard_weight": 0.5}, ValueError, "hard_weight=0.5 is of the cross entropy on the target"),
@@ -319,21 +319,21 @@ def errors(device):
     ]  # fmt: skip
     if dist.get_world_size() == 1:
         bad = [case for case in bad if "chunk rule" not in case[2] and "sequence_parallel" not in case[0]]
-    given = {"input": x, "weight_shard": w, "teacher_input": y, "teacher_weight_shard": u, "num_classes": V,
-             "target": target.to(device), "bias_shard": b, "teacher_bias_shard": c}  # fmt: skip
+    given = {"input": x, "linear_weight": w, "teacher_input": y, "teacher_weight": u, "num_classes": V,
+             "target": target.to(device), "linear_bias": b, "teacher_bias": c}  # fmt: skip
     with Collectives() as mode:
         for keywords, error, text in bad:
             with pytest.raises(error, match=text):
-                vocab_parallel_linear_distillation_loss(**{**given, **keywords})
+                over_ranks.linear_distillation_loss(**{**given, **keywords})
         with pytest.raises(NotImplementedError, match="inside a functorch"):
-            torch.func.grad(lambda x: vocab_parallel_linear_distillation_loss(**{**given, "input": x}))(x)
+            torch.func.grad(lambda x: over_ranks.linear_distillation_loss(**{**given, "input": x}))(x)
     assert mode.seen == []
     mine = dist.get_rank() == last
     for keywords, text in (
         ({"beta": 0.5 if mine else 0.25}, "beta is 0.25 on rank 0 but 0.5 on rank"),
-        ({"teacher_bias_shard": None if mine else c}, "teacher_bias_shard is a tensor on rank 0 but None on rank"),
+        ({"teacher_bias": None if mine else c}, "teacher_bias is a tensor on rank 0 but None on rank"),
         ({"target": target.to(device) + (V if mine else 0), "hard_weight": 0.5}, f"rank {last}: IndexError"),
     ):
         if last > 0:
             with pytest.raises(ValueError, match=text):
-                vocab_parallel_linear_distillation_loss(**{**given, **keywords}, check=True)
+                over_ranks.linear_distillation_loss(**{**given, **keywords}, check=True)

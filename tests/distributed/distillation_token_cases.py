@@ -5,11 +5,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distillation_cases import heads_of, leaves
+from helpers import over_ranks
 from helpers.divergence_oracle import divergences, rounded
 from linear_log_prob_cases import close, gradients_close
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, split
-
-from xent_ops.distributed import vocab_parallel_linear_distillation_token_loss
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CAPS = {"temperature": 2.0, "softcap": 30.0, "teacher_softcap": 20.0, "logit_scale": 0.75, "beta": 0.25}
@@ -28,8 +27,8 @@ def every(d, weight):
 def call(student, teacher, fn, kind="chunk", **options):
     (x, w, b), (y, u, c) = student, teacher
     class_start = None if kind == "chunk" else split(kind, V)[0]
-    given = {"num_classes": V, "class_start": class_start, "bias_shard": b, "teacher_bias_shard": c, **options}
-    return vocab_parallel_linear_distillation_token_loss(x, w, y, u, fn, **given)
+    given = {"num_classes": V, "class_start": class_start, "linear_bias": b, "teacher_bias": c, **options}
+    return over_ranks.linear_distillation_token_loss(x, w, y, u, fn, **given)
 
 
 def one(device, kind, problem, fn, sequence_dim=None, rows=(), logits_dtype=None, **options):
@@ -203,7 +202,7 @@ def draft_vocabulary(device):
     with pytest.raises(TypeError, match="a mask: expected ids"):
         step(*own, classes=ids > 3)
     teacher_input, *head = of_teacher
-    with pytest.raises(ValueError, match="ids but teacher_weight_shard has no rows"):
+    with pytest.raises(ValueError, match="ids but teacher_weight has no rows"):
         call(own, (teacher_input, *(one[:0] for one in head)), of_overlap, **more)
     if device == "cuda":
         assert step(*own, classes=wrong).isnan()

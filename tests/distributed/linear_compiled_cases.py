@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import over_ranks
 from helpers.graphs import AotEagerAndRecordGraphs, Partitioned
 from linear_parallel_cases import H, classes_of, head_of, leaves
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -15,23 +16,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from vocab_parallel_cases import V, same_bits_everywhere, split
 
 import xent_ops
-from xent_ops.distributed import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-    vocab_parallel_linear_distillation_loss,
-    vocab_parallel_linear_token_log_probs,
-    vocab_parallel_linear_token_loss,
-    vocab_parallel_linear_top_k,
-    vocab_parallel_linear_top_k_distillation_loss,
-)
+from xent_ops.distributed import vocab_parallel_cross_entropy
 from xent_ops.inductor.lowerings import save
 
 
-def step_of(group, **options):
+def step_of(group, pipelined=None, sequence_parallel=False, **options):
+    place = {"pipelined": pipelined, "sequence_parallel": sequence_parallel}
+    shard = xent_ops.distributed.Shard(V, group, **place)  # not made in the graph
+
     def step(h, head, target, bias=None, weight=None):
         hidden = h * 2  # an intermediate, as a layer's output is
-        return vocab_parallel_linear_cross_entropy(
-            hidden, head, target, group, num_classes=V, bias_shard=bias, weight=weight, **options
+        return xent_ops.linear_cross_entropy(
+            hidden, head, target, linear_bias=bias, weight=weight, shard=shard, **options
         )
 
     return step
@@ -97,13 +93,13 @@ def empty_shards(device):
     probs = torch.full(ids.shape, 0.4, device=device)
     for function in (
         lambda h, w, t: vocab_parallel_cross_entropy(h @ w.t(), t, **shard),
-        lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, **shard),
-        lambda h, w, t: vocab_parallel_linear_cross_entropy(h, w, t, reduction="none", **shard).sum(),
-        lambda h, w, _: vocab_parallel_linear_top_k_distillation_loss(h, w, ids, probs, tail=True, **shard),
-        lambda h, w, t: vocab_parallel_linear_token_log_probs(h, w, t, **shard).log_probs.sum(),
-        lambda h, w, _: vocab_parallel_linear_token_log_probs(h, w, ids, **shard).log_probs.sum(),
-        lambda h, w, t: vocab_parallel_linear_token_loss(h, w, t, lambda stats: stats.lse.square(), **shard),
-        lambda h, w, _: vocab_parallel_linear_distillation_loss(h, w, h.detach(), -w.detach(), **shard),
+        lambda h, w, t: over_ranks.linear_cross_entropy(h, w, t, **shard),
+        lambda h, w, t: over_ranks.linear_cross_entropy(h, w, t, reduction="none", **shard).sum(),
+        lambda h, w, _: over_ranks.linear_top_k_distillation_loss(h, w, ids, probs, tail=True, **shard),
+        lambda h, w, t: over_ranks.linear_token_log_probs(h, w, t, **shard).log_probs.sum(),
+        lambda h, w, _: over_ranks.linear_token_log_probs(h, w, ids, **shard).log_probs.sum(),
+        lambda h, w, t: over_ranks.linear_token_loss(h, w, t, lambda stats: stats.lse.square(), **shard),
+        lambda h, w, _: over_ranks.linear_distillation_loss(h, w, h.detach(), -w.detach(), **shard),
     ):
         wanted = torch.autograd.grad(function(x, head, target), (x, head))
         torch.compiler.reset()
@@ -116,8 +112,8 @@ def empty_shards(device):
         loss = compiled(rows[0], head, rows[1])
         torch.testing.assert_close(torch.autograd.grad(loss, (rows[0], head)), wanted)
     torch.compiler.reset()
-    compiled = torch.compile(vocab_parallel_linear_top_k, fullgraph=True, backend="aot_eager", dynamic=True)
-    found, wanted = (f(x, head, 5, target, **shard) for f in (compiled, vocab_parallel_linear_top_k))
+    compiled = torch.compile(over_ranks.linear_top_k, fullgraph=True, backend="aot_eager", dynamic=True)
+    found, wanted = (f(x, head, 5, target, **shard) for f in (compiled, over_ranks.linear_top_k))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
@@ -275,7 +271,7 @@ def graph(device):
 def bad_input_while_tracing(device):
     x, head, _, target = leaves(device, *head_of(torch.float32, (6,)))
     compiled = torch.compile(
-        lambda x, w, t, **k: vocab_parallel_linear_cross_entropy(x, w, t, num_classes=V, **k),
+        lambda x, w, t, **k: over_ranks.linear_cross_entropy(x, w, t, num_classes=V, **k),
         backend="eager",
         fullgraph=True,
     )
@@ -330,7 +326,7 @@ def cuda_graphs_of_inductor(device):
     head.requires_grad_()
 
     def step(h, target):
-        return vocab_parallel_linear_cross_entropy(h * 2, head, target, num_classes=V)
+        return over_ranks.linear_cross_entropy(h * 2, head, target, num_classes=V)
 
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):

@@ -3,16 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import over_ranks
 from linear_log_prob_cases import close, gradients_close
 from linear_parallel_cases import classes_of, head_of, leaves
 from vocab_parallel_cases import V, same_bits_everywhere, shard_of, split
 
 import xent_ops
-from xent_ops.distributed import (
-    vocab_parallel_linear_token_log_probs,
-    vocab_parallel_linear_token_loss,
-    vocab_parallel_linear_top_k_distillation_loss,
-)
 
 
 def problem(dtype, shape):
@@ -29,7 +25,7 @@ def one(device, kind, dtype, function, sequence_dim=None, shape=(9,)):
     """``function(over_ranks, x, w, ids, probs, ...)`` of ranks, and of one process in float64."""
     input, head, bias, ids, probs = problem(dtype, shape)
     x, w, b, own_ids = leaves(device, input, head, bias, None, ids, kind=kind, sequence_dim=sequence_dim)
-    how = {"bias_shard": b, "sequence_parallel": sequence_dim is not None, **classes_of(kind)}
+    how = {"linear_bias": b, "sequence_parallel": sequence_dim is not None, **classes_of(kind)}
     loss = function(True, x, w, own_ids, probs.to(device), **how)
     assert loss.shape == ()
     whole = [tensor.double().requires_grad_() for tensor in (input, head, bias)]
@@ -42,23 +38,23 @@ def one(device, kind, dtype, function, sequence_dim=None, shape=(9,)):
 
 def probabilities(ranks, x, w, ids, probs, **how):
     options = {"softcap": 20.0, "logit_scale": 0.8, "lse_square_scale": 0.1, "chunk_rows": 4, "tail": True}
-    function = vocab_parallel_linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
+    function = over_ranks.linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
     return function(x, w, ids, probs, **options, **how)
 
 
 def confident(ranks, x, w, ids, probs, **how):
     """The student gives next to nothing to the classes that are not named."""
-    function = vocab_parallel_linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
+    function = over_ranks.linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
     return function(20 * x, w, ids, probs, tail=True, chunk_rows=4, **how)
 
 
 def plain(ranks, x, w, ids, probs, **how):
-    function = vocab_parallel_linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
+    function = over_ranks.linear_top_k_distillation_loss if ranks else xent_ops.linear_top_k_distillation_loss
     return function(x, w, ids, probs, reduction="sum", divisor=3.0, **how)
 
 
 def of_a_function(ranks, x, w, ids, probs, **how):
-    function = vocab_parallel_linear_token_loss if ranks else xent_ops.linear_token_loss
+    function = over_ranks.linear_token_loss if ranks else xent_ops.linear_token_loss
 
     def fn(stats, probs):
         return (stats.log_probs * probs).square().sum(-1) - 0.1 * stats.entropy + 0.01 * stats.lse
@@ -67,13 +63,13 @@ def of_a_function(ranks, x, w, ids, probs, **how):
 
 
 def log_probabilities(ranks, x, w, ids, probs, **how):
-    function = vocab_parallel_linear_token_log_probs if ranks else xent_ops.linear_token_log_probs
+    function = over_ranks.linear_token_log_probs if ranks else xent_ops.linear_token_log_probs
     stats = function(x, w, ids, softcap=20.0, logit_scale=0.8, chunk_rows=4, **how)
     return (stats.log_probs * probs).square().sum() - 0.1 * stats.entropy.sum() + 0.01 * stats.lse.sum()
 
 
 def one_statistic(ranks, x, w, ids, probs, **how):
-    function = vocab_parallel_linear_token_log_probs if ranks else xent_ops.linear_token_log_probs
+    function = over_ranks.linear_token_log_probs if ranks else xent_ops.linear_token_log_probs
     return function(x, w, ids, **how).entropy.sum()
 
 
@@ -94,14 +90,14 @@ def without_gradients_and_errors(device):
     place = split("chunk", V)
     input, head, _, ids, probs = problem(torch.float32, (9,))
     tensors = (input.to(device), shard_of(head.t(), place).t().contiguous().to(device), ids.to(device))
-    function, probs = vocab_parallel_linear_top_k_distillation_loss, probs.to(device)
+    function, probs = over_ranks.linear_top_k_distillation_loss, probs.to(device)
     wanted = xent_ops.linear_top_k_distillation_loss(input, head, ids, probs.cpu(), tail=True)
     how = {"num_classes": V, "check": True}
     close(function(*tensors, probs, tail=True, **how), wanted, torch.float32)
     with pytest.raises(ValueError, match=r"target 500 is out of bounds|IndexError"):
         function(tensors[0], tensors[1], torch.full_like(tensors[2], 500), probs, **how)
     last = dist.get_world_size() - 1  # one rank alone is wrong, and none waits for it
-    call = dict(zip(("input", "weight_shard", "ids", "probs"), (*tensors, probs), strict=True)) | how
+    call = dict(zip(("input", "linear_weight", "ids", "probs"), (*tensors, probs), strict=True)) | how
     for wrong, text in (
         ({"reduction": "none"}, f"rank {last}: ValueError: 'none' is not a valid value for reduction"),
         ({"tail": "yes"}, f"rank {last}: TypeError: tail must be"),

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import over_ranks
 from vocab_parallel_cases import Collectives
 
 import xent_ops
-from xent_ops import distributed
 
 N, V, H, SCALE = 24, 16000, 32, 65536.0  # the first scale of torch.amp.GradScaler
 
@@ -14,18 +14,16 @@ N, V, H, SCALE = 24, 16000, 32, 65536.0  # the first scale of torch.amp.GradScal
 def weighted(ranks, x, w, target, factors, class_weight, **how):
     if not ranks:
         return xent_ops.linear_cross_entropy(x, w, target, token_weight=factors, weight=class_weight, **how)
-    return distributed.vocab_parallel_linear_cross_entropy(
-        x, w, target, token_weight=factors, weight=class_weight, **how
-    )
+    return over_ranks.linear_cross_entropy(x, w, target, token_weight=factors, weight=class_weight, **how)
 
 
 def tokens(ranks, x, w, target, factors, class_weight, **how):
-    function = distributed.vocab_parallel_linear_token_loss if ranks else xent_ops.linear_token_loss
+    function = over_ranks.linear_token_loss if ranks else xent_ops.linear_token_loss
     return function(x, w, target, lambda stats, factors: -factors * stats.log_probs, rows=(factors,), **how)
 
 
 def distilled(ranks, x, w, target, factors, class_weight, **how):
-    function = distributed.vocab_parallel_linear_distillation_loss if ranks else xent_ops.linear_distillation_loss
+    function = over_ranks.linear_distillation_loss if ranks else xent_ops.linear_distillation_loss
     return function(x, w, x.detach().flip(-1), w.detach() / 2, target=target, token_weight=factors, **how)
 
 
@@ -78,7 +76,7 @@ def no_collective_more(device):
         dist.broadcast(x.data, 0)
         how = {"weight": torch.rand(100, device=device)} if weighted_classes else {}
         with Collectives() as mode:
-            distributed.vocab_parallel_linear_cross_entropy(
+            over_ranks.linear_cross_entropy(
                 x, w, torch.arange(N, device=device), num_classes=100 * dist.get_world_size(), reduction="sum", **how
             )
         assert mode.seen.count(("all_reduce_.default", N + 1)) == number, mode.seen

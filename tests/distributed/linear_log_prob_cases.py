@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import over_ranks
 from linear_parallel_cases import H, classes_of, head_of, leaves
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere, split
 
 import xent_ops
-from xent_ops.distributed import vocab_parallel_linear_token_log_probs
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
@@ -57,7 +57,7 @@ def one(device, kind, problem, sequence_dim=None, **options):
     input, head, bias, _, target = problem
     x, w, b, labels = leaves(device, *problem, kind=kind, sequence_dim=sequence_dim)
     options["sequence_parallel"] = sequence_dim is not None
-    outputs = vocab_parallel_linear_token_log_probs(x, w, labels, bias_shard=b, **classes_of(kind), **options)
+    outputs = over_ranks.linear_token_log_probs(x, w, labels, linear_bias=b, **classes_of(kind), **options)
     counted = (target != -100).to(device)
     if options.get("skip_ignored"):
         assert (outputs.lse[~counted] == float("inf")).all()
@@ -86,7 +86,7 @@ def behaviour(device):
     x, w, b, target = leaves(device, *head_of(torch.float32, (6,)))
 
     def total(x, w, b):
-        outputs = vocab_parallel_linear_token_log_probs(x, w, target, num_classes=V, bias_shard=b)
+        outputs = over_ranks.linear_token_log_probs(x, w, target, num_classes=V, linear_bias=b)
         return (outputs.log_probs + outputs.entropy.square() + outputs.lse).sum()
 
     with Collectives() as mode:
@@ -99,27 +99,27 @@ def behaviour(device):
     torch.testing.assert_close(compiled, loss)
     torch.testing.assert_close(torch.autograd.grad(compiled, (x, w, b)), grads)
 
-    wrong = vocab_parallel_linear_token_log_probs(x, w, target, num_classes=V, class_start=0)
+    wrong = over_ranks.linear_token_log_probs(x, w, target, num_classes=V, class_start=0)
     assert wrong.lse.isnan().all() and wrong.entropy[target != -100].isnan().all()
     with pytest.raises(ValueError, match="an overlap"):
-        vocab_parallel_linear_token_log_probs(x, w, target, num_classes=V, class_start=0, check=True)
+        over_ranks.linear_token_log_probs(x, w, target, num_classes=V, class_start=0, check=True)
     with pytest.raises(ValueError, match=r"target has shape \(3,\)"):
-        vocab_parallel_linear_token_log_probs(x, w, target[:3], num_classes=V)
+        over_ranks.linear_token_log_probs(x, w, target[:3], num_classes=V)
     bad = target.clone()
     bad[2] = V
     if device == "cpu":
         with pytest.raises(IndexError, match=f"target {V} is out of bounds"):
-            vocab_parallel_linear_token_log_probs(x, w, bad, num_classes=V)
+            over_ranks.linear_token_log_probs(x, w, bad, num_classes=V)
     else:
-        assert vocab_parallel_linear_token_log_probs(x, w, bad, num_classes=V).log_probs[2].isnan()
+        assert over_ranks.linear_token_log_probs(x, w, bad, num_classes=V).log_probs[2].isnan()
 
     # A whole shard of -inf hands over an lse of -inf.
     input, head, bias, _, _ = head_of(torch.float32, (6,))
     bias[: -(-V // dist.get_world_size())] = float("-inf")
     start, size, _ = split("chunk", V)
     last = torch.full_like(target, V - 1)
-    found = vocab_parallel_linear_token_log_probs(
-        x, w, last, num_classes=V, bias_shard=bias[start : start + size].to(device)
+    found = over_ranks.linear_token_log_probs(
+        x, w, last, num_classes=V, linear_bias=bias[start : start + size].to(device)
     )
     wanted = xent_ops.linear_token_log_probs(input, head, last.cpu(), linear_bias=bias)
     torch.testing.assert_close(tuple(value.cpu() for value in found), tuple(wanted), check_device=False)

@@ -8,13 +8,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import over_ranks
 from helpers.covering import pairs
 from helpers.exact_numbers import DIVISOR, exact_fp8_problem, exact_problem
 from torch.utils.flop_counter import FlopCounterMode
 from vocab_parallel_cases import OPTIONS, Collectives, V, same_bits_everywhere, shard_of, split
 
-from xent_ops.distributed import vocab_parallel_linear_cross_entropy
-from xent_ops.distributed.bound import bind_shard
+from xent_ops.distributed.bound import Shard, bind_shard
 from xent_ops.distributed.groups import ranks_of
 from xent_ops.distributed.linear import losses_and_sum
 from xent_ops.linear_call import bind
@@ -58,14 +58,14 @@ def one(device, kind, problem, group=None, sequence_dim=None, upstream=0.75, **o
         mine = input.clone()
     x, w = (tensor.to(device).requires_grad_() for tensor in (mine, shard_of(head.t(), place).t().contiguous()))
     b = None if bias is None else shard_of(bias, place).to(device).requires_grad_()
-    loss = vocab_parallel_linear_cross_entropy(
+    loss = over_ranks.linear_cross_entropy(
         x,
         w,
         target.to(device),
-        group,
+        group=group,
         num_classes=V,
         class_start=None if kind == "chunk" else place[0],
-        bias_shard=b,
+        linear_bias=b,
         weight=None if weight is None else shard_of(weight, place).to(device),
         sequence_parallel=sequence_dim is not None,
         **options,
@@ -145,13 +145,13 @@ def losses_and_their_sum(device):
         options = {"chunk_rows": 5, "lse_square_scale": 0.1, "sequence_parallel": dim is not None, **more}
         x, shard, bias, target = leaves(device, *problem, sequence_dim=dim)
         factors = torch.rand(target.shape, generator=torch.Generator().manual_seed(9)).to(device)
-        all_options = {"num_classes": V, "bias_shard": bias, **options}
-        want = vocab_parallel_linear_cross_entropy(x, shard, target, reduction="none", **all_options)
+        all_options = {"num_classes": V, "linear_bias": bias, **options}
+        want = over_ranks.linear_cross_entropy(x, shard, target, reduction="none", **all_options)
         chunking = (None, 5, "skip_ignored" in more, None, None, "batch_invariant" in more)
         for in_forward in (True, False):
             with torch.set_grad_enabled(in_forward):
                 call = bind(x, shard, target, bias, None, (-100, 0.0, None, 1.0, 0.1, "sum"), chunking, None, factors)
-                call = bind_shard(call, ranks_of(None), None, V, None, dim is not None)
+                call = bind_shard(call, ranks_of(None), Shard(V, sequence_parallel=dim is not None))
                 losses, total = losses_and_sum(call, ranks_of(None))
             torch.testing.assert_close(losses, want)
             assert (total is not None) == (in_forward and "skip_ignored" not in more)
@@ -198,9 +198,9 @@ def what_is_communicated(device):
         ((x, head, None), {"weight": torch.rand(len(head), device=device)}, [(stats[0], 4 * rows + 5)], [("all_reduce_.default", rows * H)]),
     ]  # fmt: skip
     for (input, weight, b), options, forward, backward in cases:
-        options.update(num_classes=V, bias_shard=b)
+        options.update(num_classes=V, linear_bias=b)
         with Collectives() as mode:
-            loss = vocab_parallel_linear_cross_entropy(input, weight, target, pipelined=False, **options)
+            loss = over_ranks.linear_cross_entropy(input, weight, target, pipelined=False, **options)
         assert mode.seen == forward
         with Collectives() as mode:
             loss.backward()
@@ -215,13 +215,13 @@ def what_is_communicated(device):
         if "weight" in options:
             wanted = [("all_reduce_.default", 1), *wanted]
         with Collectives() as mode:
-            loss = vocab_parallel_linear_cross_entropy(input, weight, target, chunk_rows=rows // 2, **options)
+            loss = over_ranks.linear_cross_entropy(input, weight, target, chunk_rows=rows // 2, **options)
         assert mode.seen == wanted, (mode.seen, wanted)
         with Collectives() as mode:
             loss.backward()
         assert mode.seen == []
     with Collectives() as mode, torch.no_grad():
-        assert not vocab_parallel_linear_cross_entropy(x, head, target, num_classes=V).requires_grad
+        assert not over_ranks.linear_cross_entropy(x, head, target, num_classes=V).requires_grad
     assert mode.seen == [stats]
 
 
@@ -236,7 +236,7 @@ def flops(device):
     for input, sequence_parallel in ((x, False), (part, True)):
         for pipelined, products in ((True, 3), (False, 4)):
             with FlopCounterMode(display=False) as counter:
-                vocab_parallel_linear_cross_entropy(
+                over_ranks.linear_cross_entropy(
                     input, head, target, num_classes=len(head) * world, pipelined=pipelined,
                     sequence_parallel=sequence_parallel, chunk_rows=2 * world,
                 ).backward()  # fmt: skip
@@ -251,8 +251,8 @@ def groups_of_one_and_some(device):
         with Collectives() as mode:
             input, head, bias, _, target = (tensor.to(device) for tensor in problem)
             input.requires_grad_()
-            loss = vocab_parallel_linear_cross_entropy(
-                input, head, target, alone, num_classes=V, bias_shard=bias, sequence_parallel=dim is not None
+            loss = over_ranks.linear_cross_entropy(
+                input, head, target, group=alone, num_classes=V, linear_bias=bias, sequence_parallel=dim is not None
             )
             loss.backward()
         assert mode.seen == []
@@ -270,8 +270,8 @@ def edge_rows(device):
     x, w, b, t = leaves(device, input, head, bias, None, torch.full_like(target, -100))
     for rows in (slice(None), slice(0)):
         for reduction, options in itertools.product(("mean", "sum"), ({}, {"lse_square_scale": 0.1, "chunk_rows": 3})):
-            loss = vocab_parallel_linear_cross_entropy(
-                x[rows], w, t[rows], num_classes=V, bias_shard=b, reduction=reduction, **options
+            loss = over_ranks.linear_cross_entropy(
+                x[rows], w, t[rows], num_classes=V, linear_bias=b, reduction=reduction, **options
             )
             assert loss.isnan() if reduction == "mean" else loss == 0
             for grad in torch.autograd.grad(loss, (x, w, b)):
@@ -287,7 +287,7 @@ def edge_rows(device):
 
     start = split("chunk", V)[0]
     for first in (0, min(start + 1, V - len(w))):
-        loss = vocab_parallel_linear_cross_entropy(x, w, target.to(device), num_classes=V, class_start=first)
+        loss = over_ranks.linear_cross_entropy(x, w, target.to(device), num_classes=V, class_start=first)
         assert loss.isnan() and all(grad.isnan().any() for grad in torch.autograd.grad(loss, (x, w)))
 
 
@@ -295,8 +295,8 @@ def backward_again(device):
     """retain_graph gives the same bits; a second derivative is refused."""
     x, w, b, target = leaves(device, *head_of(torch.float32))
     for pipelined in (False, True):
-        loss = vocab_parallel_linear_cross_entropy(
-            x, w, target, num_classes=V, bias_shard=b, chunk_rows=4, pipelined=pipelined
+        loss = over_ranks.linear_cross_entropy(
+            x, w, target, num_classes=V, linear_bias=b, chunk_rows=4, pipelined=pipelined
         )
         factor = torch.tensor(3.0, device=device)
         first = torch.autograd.grad(loss, (x, w, b), factor, retain_graph=True)
@@ -318,8 +318,8 @@ def batch_of_upstream_gradients(device):
     for reduction, pipelined in (("mean", None), ("sum", None), ("mean", False), ("none", None)):
 
         def loss_of(x, reduction=reduction, pipelined=pipelined):
-            options = {"num_classes": V, "bias_shard": b, "reduction": reduction, "pipelined": pipelined}
-            return vocab_parallel_linear_cross_entropy(x, w, target, **options)
+            options = {"num_classes": V, "linear_bias": b, "reduction": reduction, "pipelined": pipelined}
+            return over_ranks.linear_cross_entropy(x, w, target, **options)
 
         loss, wanted = loss_of(x), (x, w, b)
         upstream = factors if loss.dim() == 0 else factors[:, None, None] * torch.rand_like(loss)
@@ -337,23 +337,23 @@ def batch_of_upstream_gradients(device):
 def checkpoint(device):
     """There the logits are made again in the backward, not the gradients twice."""
     x, w, b, target = leaves(device, *head_of(torch.float32))
-    arguments = {"num_classes": V, "bias_shard": b}
+    arguments = {"num_classes": V, "linear_bias": b}
     loss = torch.utils.checkpoint.checkpoint(
-        lambda: vocab_parallel_linear_cross_entropy(x, w, target, **arguments), use_reentrant=False
+        lambda: over_ranks.linear_cross_entropy(x, w, target, **arguments), use_reentrant=False
     )
     with Collectives() as mode:
         grads = torch.autograd.grad(loss, (x, w, b))
     assert [name for name, _ in mode.seen] == ["all_gather_into_tensor.default", "all_reduce_.default"]
-    wanted = torch.autograd.grad(vocab_parallel_linear_cross_entropy(x, w, target, **arguments), (x, w, b))
+    wanted = torch.autograd.grad(over_ranks.linear_cross_entropy(x, w, target, **arguments), (x, w, b))
     torch.testing.assert_close(grads, wanted)
 
 
 def autocast(device):
     x, w, b, target = leaves(device, *head_of(torch.float32))
     with torch.autocast(device, torch.bfloat16):
-        loss = vocab_parallel_linear_cross_entropy(x, w, target, num_classes=V, bias_shard=b)
-    wanted = vocab_parallel_linear_cross_entropy(
-        x.bfloat16(), w.bfloat16(), target, num_classes=V, bias_shard=b.bfloat16()
+        loss = over_ranks.linear_cross_entropy(x, w, target, num_classes=V, linear_bias=b)
+    wanted = over_ranks.linear_cross_entropy(
+        x.bfloat16(), w.bfloat16(), target, num_classes=V, linear_bias=b.bfloat16()
     )
     assert torch.equal(loss, wanted) and loss.dtype == torch.float32
     grads = torch.autograd.grad(loss, (x, w, b))
@@ -373,7 +373,7 @@ def exact_numbers(device):
         if sequence_parallel:
             x, of_input = x.chunk(world)[rank].clone(), of_input.chunk(world)[rank]
         x, shard = (tensor.to(device).requires_grad_() for tensor in (x, shard_of(head.t(), place).t().contiguous()))
-        loss = vocab_parallel_linear_cross_entropy(
+        loss = over_ranks.linear_cross_entropy(
             x,
             shard,
             target.to(device),

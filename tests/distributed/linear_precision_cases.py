@@ -1,11 +1,11 @@
 """float32 logits and 8-bit products over ranks; run on every rank by test_linear_parallel.py."""
 
 import torch
+from helpers import over_ranks
 from linear_parallel_cases import head_of, one
 from vocab_parallel_cases import V, same_bits_everywhere, shard_of, split
 
 import xent_ops
-from xent_ops.distributed import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_loss
 
 
 def float32_logits(device):
@@ -33,9 +33,7 @@ def eight_bits(device):
             mine = shard_of(head.t().cpu(), place).t().contiguous().to(device).requires_grad_()
             hidden = x.clone().requires_grad_()
             where = {"num_classes": V, "class_start": place[0], "products": products}
-            loss = vocab_parallel_linear_cross_entropy(
-                hidden, mine, target, label_smoothing=0.1, reduction="sum", **where
-            )
+            loss = over_ranks.linear_cross_entropy(hidden, mine, target, label_smoothing=0.1, reduction="sum", **where)
             same_bits_everywhere(loss, None)
             assert abs(loss.item() / exact.item() - 1) < 0.02
             found = torch.autograd.grad(loss, (hidden, mine))
@@ -44,9 +42,9 @@ def eight_bits(device):
             wanted = of_head[start : start + size]
             assert (found[1][: len(wanted)].double() - wanted).norm() <= 0.08 * wanted.norm()
             assert found[1][len(wanted) :].count_nonzero() == 0
-            of_tokens = vocab_parallel_linear_token_loss(
+            of_tokens = over_ranks.linear_token_loss(
                 hidden, mine, target, lambda stats: -stats.log_probs, reduction="sum", **where
             )
-            plain = vocab_parallel_linear_cross_entropy(hidden, mine, target, reduction="sum", **where)
+            plain = over_ranks.linear_cross_entropy(hidden, mine, target, reduction="sum", **where)
             torch.testing.assert_close(of_tokens, plain)
             torch.autograd.grad(of_tokens, (hidden, mine))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import over_ranks
 from helpers.token_losses import LOSSES, expected, focal, grpo, rows_of
 from linear_dtensor_cases import meshes
 from linear_log_prob_cases import close, gradients_close
@@ -14,7 +15,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere
 
 import xent_ops
-from xent_ops.distributed import vocab_parallel_linear_token_loss
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,13 +23,13 @@ def one(device, kind, problem, fn, sequence_dim=None, **options):
     input, head, bias, _, target = problem
     rows = rows_of(fn, target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
     x, w, b, labels = leaves(device, *problem, kind=kind, sequence_dim=sequence_dim)
-    loss = vocab_parallel_linear_token_loss(
+    loss = over_ranks.linear_token_loss(
         x,
         w,
         labels,
         fn,
         rows=tuple(row.to(device) for row in rows),
-        bias_shard=b,
+        linear_bias=b,
         sequence_parallel=sequence_dim is not None,
         **classes_of(kind),
         **{"reduction": "sum", "divisor": 7.0, **options},
@@ -94,9 +94,7 @@ def behaviour(device):
     rows = rows_of(grpo, (6,), device)
 
     def step(x, w, b, fn=focal, **options):
-        return vocab_parallel_linear_token_loss(
-            x, w, target, fn, num_classes=V, bias_shard=b, reduction="sum", **options
-        )
+        return over_ranks.linear_token_loss(x, w, target, fn, num_classes=V, linear_bias=b, reduction="sum", **options)
 
     def with_rows(x, w, b):
         return step(x, w, b, grpo, rows=rows, chunk_rows=3)
@@ -114,9 +112,9 @@ def behaviour(device):
         torch.testing.assert_close(torch.autograd.grad(compiled, (x, w, b)), grads)
     with torch.no_grad():
         torch.testing.assert_close(with_rows(x, w, b), loss.detach())
-    torch.testing.assert_close(step(x, w, b, grpo, rows=rows, check=True), loss)
+    torch.testing.assert_close(step(x, w, b, grpo, rows=rows, check=True, check_fn=True), loss)
     with pytest.raises(ValueError, match="it must not mix tokens"):
-        step(x, w, b, lambda stats: stats.lse - stats.lse.mean(), check=True)
+        step(x, w, b, lambda stats: stats.lse - stats.lse.mean(), check_fn=True)
     with pytest.raises(RuntimeError, match="fn returned a tensor that needs no grad"), Collectives() as mode:
         step(x, w, b, lambda stats: stats.lse.detach())
     assert mode.seen == []
@@ -124,5 +122,5 @@ def behaviour(device):
     mine = (rows[0], rows[1] + (dist.get_rank() == last))
     with pytest.raises(ValueError, match=rf"rows\[1\] differ between ranks: number 0 is .* on rank {last}"):
         step(x, w, b, grpo, rows=mine, check=True)
-    wrong = vocab_parallel_linear_token_loss(x, w, target, focal, num_classes=V, class_start=0, reduction="sum")
+    wrong = over_ranks.linear_token_loss(x, w, target, focal, num_classes=V, class_start=0, reduction="sum")
     assert wrong.isnan()

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import over_ranks
 from linear_parallel_cases import classes_of, head_of, leaves
 from vocab_parallel_cases import Collectives, V, same_bits_everywhere
 
 import xent_ops
-from xent_ops.distributed import vocab_parallel_linear_token_log_probs, vocab_parallel_linear_top_k
 
 
 def whole_numbers(dtype, rows):
@@ -43,12 +43,12 @@ def values(device, kind):
             ignored = options.get("ignore_index", -100)
             target, labels = (torch.where(one == -100, ignored, one) for one in (target, labels))
             wanted = xent_ops.linear_top_k(input, head, k, target, linear_bias=bias, **options)
-            place = {"bias_shard": b, **classes_of(kind), **options}
-            found = vocab_parallel_linear_top_k(x, w, k, labels, check=True, **place)
+            place = {"linear_bias": b, **classes_of(kind), **options}
+            found = over_ranks.linear_top_k(x, w, k, labels, check=True, **place)
             equal(found, wanted, target != ignored)
             if "ignore_index" in options:
                 continue
-            without = vocab_parallel_linear_top_k(x, w, k, **place)
+            without = over_ranks.linear_top_k(x, w, k, **place)
             assert torch.equal(without.ids[labels != -100], found.ids[labels != -100]) and without.target_ranks is None
 
 
@@ -61,12 +61,12 @@ def sequence_parallel(device):
         x, w, b, labels = (tensor.detach() for tensor in leaves(device, *problem, sequence_dim=dim))
         wanted = xent_ops.linear_top_k(input, head, 5, target, linear_bias=bias)
         for options in ({"chunk_rows": world}, {"chunk_rows": 4 * world, "batch_invariant": True}):
-            place = {"num_classes": V, "bias_shard": b, "sequence_parallel": True}
-            equal(vocab_parallel_linear_top_k(x, w, 5, labels, **place, **options), wanted, target != -100)
-    nothing = vocab_parallel_linear_top_k(x[:, :0], w, 5, labels[:, :0], num_classes=V, bias_shard=b)
+            place = {"num_classes": V, "linear_bias": b, "sequence_parallel": True}
+            equal(over_ranks.linear_top_k(x, w, 5, labels, **place, **options), wanted, target != -100)
+    nothing = over_ranks.linear_top_k(x[:, :0], w, 5, labels[:, :0], num_classes=V, linear_bias=b)
     assert nothing.ids.shape == (3, 0, 5) and nothing.target_ranks.shape == (3, 0)
     with pytest.raises(ValueError, match="sequence_parallel=True splits one dimension of the target: pass target"):
-        vocab_parallel_linear_top_k(x, w, 5, num_classes=V, sequence_parallel=True)
+        over_ranks.linear_top_k(x, w, 5, num_classes=V, sequence_parallel=True)
 
 
 def behaviour(device):
@@ -75,7 +75,7 @@ def behaviour(device):
     input, head, bias, _, target = problem
     input[1], bias[5], bias[6] = torch.nan, torch.inf, -torch.inf
     x, w, b, labels = (tensor.detach() for tensor in leaves(device, *problem))
-    function, k, place = vocab_parallel_linear_top_k, 9, {"num_classes": V, "bias_shard": b}
+    function, k, place = over_ranks.linear_top_k, 9, {"num_classes": V, "linear_bias": b}
     wanted = xent_ops.linear_top_k(input, head, k, target, linear_bias=bias)
     with Collectives() as mode:
         found = function(x, w, k, labels, **place)
@@ -86,7 +86,7 @@ def behaviour(device):
     x, w, _, labels = leaves(device, *head_of(torch.float32, (6,)))
     place = {"num_classes": V}
     top = function(x, w, k, labels, **place)
-    log_probs = vocab_parallel_linear_token_log_probs(x, w, top.ids, **place).log_probs
+    log_probs = over_ranks.linear_token_log_probs(x, w, top.ids, **place).log_probs
     torch.testing.assert_close(log_probs, top.log_probs, rtol=1e-5, atol=1e-5)
     assert log_probs.requires_grad and not any(value.requires_grad for value in top)
     for bad in (0, V + 1):

@@ -33,13 +33,16 @@ EXECUTION = {
     "skip_ignored",
 }
 # What has no effect, by its docstring or because there is one rank here, by the function and the name of its base.
-ONE_RANK = {"class_start is ignored", "group is ignored", "sequence_parallel is ignored"}
-AS_BY_DEFAULT = {"pipelined beside skip_ignored is ignored", "pipelined beside products is ignored"}  # False
+ONE_RANK = {f"{place}{name} is ignored" for place in ("", "shard.") for name in ("class_start", "group")}
+ONE_RANK |= {"shard.sequence_parallel is ignored"}
+AS_BY_DEFAULT = {f"shard.pipelined beside {name} is ignored" for name in ("skip_ignored", "products")}  # False
 ALL_ROWS = {"skip_ignored beside batch_invariant is ignored"}  # by its docstring
 NO_EFFECT = {
-    "distributed.vocab_parallel_linear_cross_entropy-mean": AS_BY_DEFAULT,
-    "distributed.vocab_parallel_linear_cross_entropy-none": {"pipelined is ignored"},
-    "distributed.vocab_parallel_linear_token_loss-several classes": {"skip_ignored is ignored"},
+    "linear_cross_entropy-shard, mean": AS_BY_DEFAULT,
+    "linear_cross_entropy-shard, none": {"shard.pipelined is ignored"},
+    "linear_token_log_probs-shard, one class": {"shard.pipelined is ignored"},
+    "linear_token_log_probs-shard, several classes": {"shard.pipelined is ignored"},
+    "linear_token_loss-shard, one class": AS_BY_DEFAULT,
 }
 CALLED = {"class_weight": "weight", "in_features": "input's features"}  # by an error of the function behind a module
 
@@ -73,14 +76,12 @@ IMAGE = {"input": randn(V, V, V), "target": TARGET.repeat(9)[: V * V].view(V, V)
 HEAD = {"input": randn(N, H).bfloat16(), "linear_weight": randn(V, H, seed=2).bfloat16()}
 LINEAR = {**HEAD, "target": TARGET}
 TEACHER = {"teacher_input": randn(N, 8, seed=3), "teacher_weight": randn(V, 8, seed=4)}
-SHARDS = {"linear_weight": "weight_shard", "linear_bias": "bias_shard", "teacher_weight": "teacher_weight_shard"}
 
 
-def as_shards(bases):
-    return {
-        label: {"num_classes": V} | {SHARDS.get(name, name): value for name, value in base.items()}
-        for label, base in bases.items()
-    }
+def and_shards(bases, leave_out=()):
+    """The bases, and with a shard those that it supports."""
+    sharded = {f"shard, {label}": base for label, base in bases.items() if label not in leave_out}
+    return bases | {label: {**base, "shard.num_classes": V} for label, base in sharded.items()}
 
 
 def as_module(bases):
@@ -140,15 +141,17 @@ CALLS = {  # of each function, its bases
     "token_loss": {label: {**base, "fn": of_tokens} for label, base in SQUARE.items()}
     | {"sum": {**IMAGE, "fn": of_tokens, "reduction": "sum"}},
     "distillation_loss": of_logits(DISTILLATION),
-    "linear_cross_entropy": {**LINEAR_LOSS, "DTensors": LINEAR},
+    "linear_cross_entropy": {**and_shards(LINEAR_LOSS), "DTensors": LINEAR},
     "linear_cross_entropy_outputs": each_reduction(LINEAR),
-    "linear_token_log_probs": LOG_PROBS,
-    "linear_top_k": LARGEST,
-    "linear_token_loss": {**TOKENS, "DTensors": TOKENS["one class"]},
-    "linear_distillation_loss": DISTILLATION,
-    "linear_distillation_token_loss": OF_HEADS,
+    "linear_token_log_probs": and_shards(LOG_PROBS),
+    "linear_top_k": and_shards(LARGEST),
+    "linear_token_loss": {**and_shards(TOKENS), "DTensors": TOKENS["one class"]},
+    "linear_distillation_loss": and_shards(
+        DISTILLATION | {"mixture of a sum": {**DISTILLATION["mixture"], "reduction": "sum"}}, ["mixture"]
+    ),
+    "linear_distillation_token_loss": and_shards(OF_HEADS),
     "distillation_token_loss": of_logits(DIVERGENCES),
-    "linear_top_k_distillation_loss": TOP_K,
+    "linear_top_k_distillation_loss": and_shards(TOP_K, ["none"]),
     "top_k_distillation_loss": {
         label: {key: value for key, value in base.items() if key != "linear_weight"} | {"input": randn(N, V, seed=11)}
         for label, base in TOP_K.items()
@@ -165,17 +168,6 @@ CALLS = {  # of each function, its bases
         }
     },
     "distributed.vocab_parallel_cross_entropy": ROWS,
-    "distributed.vocab_parallel_linear_cross_entropy": as_shards(LINEAR_LOSS),
-    "distributed.vocab_parallel_linear_token_log_probs": as_shards(LOG_PROBS),
-    "distributed.vocab_parallel_linear_top_k": as_shards(LARGEST),
-    "distributed.vocab_parallel_linear_token_loss": as_shards(TOKENS),
-    "distributed.vocab_parallel_linear_distillation_loss": as_shards(
-        DISTILLATION | {"mixture": {**DISTILLATION["mixture"], "reduction": "mean"}}
-    ),
-    "distributed.vocab_parallel_linear_distillation_token_loss": as_shards(OF_HEADS),
-    "distributed.vocab_parallel_linear_top_k_distillation_loss": as_shards(
-        {label: base for label, base in TOP_K.items() if label != "none"}
-    ),
 }
 NO_LOSSES = {"check_targets", "decompositions", "library_path", "remove_xent", "use_xent"}  # with tests of their own
 
@@ -197,9 +189,8 @@ def of_input(*shape):
 # Of a parameter with a default another value, where helpers/samples.py has none. A function is called with the base.
 VALUES = {
     "beta": 0.75,
-    "bias_shard": of_input(V),
-    "class_start": 0,
     "class_weight": randn(V, seed=8).abs(),
+    "class_start": 0,
     "classes": torch.tensor([3, 1, 0, 2, 6, 5, 4]),
     "device": "meta",
     "dim": 0,
@@ -214,12 +205,11 @@ VALUES = {
     "tail": lambda base: not base.get("tail", False),
     "target": torch.tensor([-100, 3, 0, 1, 4, 3]),
     "teacher_bias": lambda base: randn(len(base["teacher_weight"]), seed=9),
-    "teacher_bias_shard": randn(V, seed=9),
     "tied_weight": lambda base: torch.nn.Parameter(randn(V, H, seed=10).bfloat16()),
     "token_weight": number_a_row,
     "weight": randn(V, seed=8).abs(),
 }
-LEARNED = ("input", "logits_shard", "linear_weight", "weight_shard", "linear_bias", "bias_shard")
+LEARNED = ("input", "logits_shard", "linear_weight", "linear_bias")
 PLAIN = (bool, int, float, str, torch.dtype)
 
 
@@ -239,10 +229,13 @@ class Effects(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parameters(name):
-    """Of a module: those of its constructor and those of forward."""
+def parameters(name, with_shard=False):
+    """Of a module: those of its constructor and those of forward. Of a shard: its fields, as "shard." and the name."""
     function = of_name(name)
     found = dict(inspect.signature(function).parameters)
+    if found.pop("shard", None) is not None and with_shard:
+        fields = inspect.signature(distributed.Shard).parameters
+        found |= {f"shard.{field}": fields[field] for field in fields}
     if inspect.isclass(function):
         found |= dict(list(inspect.signature(function.forward).parameters.items())[1:])
     return found
@@ -263,6 +256,7 @@ def run(name, given, dtensors=False):
             given[argument] = leaf * 1  # no leaf, over which a gradient may be written
     if dtensors:
         given |= {key: DTensor.from_local(given[key], mesh, [Replicate()]) for key in given if key in PLACED}
+    given = with_shard(given)
     with Effects() as effects:
         if "fn" in given:
             fn = given["fn"]
@@ -286,6 +280,17 @@ def run(name, given, dtensors=False):
     return [None if tensor is None else tensor.detach().clone() for tensor in (*results, *grads)], effects.log
 
 
+def bare(parameter):
+    return parameter.removeprefix("shard.")
+
+
+def with_shard(given):
+    """A shard of the arguments that are its fields."""
+    place = {bare(key): value for key, value in given.items() if key != bare(key)}
+    others = {key: value for key, value in given.items() if key == bare(key)}
+    return {**others, "shard": distributed.Shard(**place)} if place else others
+
+
 def same(one, other):
     """The same bits, NaN too. A tensor more, a bias's gradient, is no other result."""
     return all(
@@ -296,11 +301,11 @@ def same(one, other):
 
 
 def has_effect(parameter, found, without):
-    return not same(found[0], without[0]) or (parameter in EXECUTION and found[1] != without[1])
+    return not same(found[0], without[0]) or (bare(parameter) in EXECUTION and found[1] != without[1])
 
 
 def named(names, text):
-    names = [*names, *(CALLED[name] for name in names if name in CALLED)]
+    names = [*map(bare, names), *(CALLED[name] for name in names if name in CALLED)]
     return any(re.search(rf"\b{name}\b", text) for name in names)
 
 
@@ -315,10 +320,12 @@ def one_rank():
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name, bases in CALLS.items() for label in bases])
 def test_each_pair(name, label):
     base, dtensors, given = CALLS[name][label], label == "DTensors", {}
-    for parameter, signature in parameters(name).items():
+    kind = label.removeprefix("shard, ")
+    for parameter, signature in parameters(name, with_shard=kind != label).items():
         if signature.default is inspect.Parameter.empty:
             continue
-        value = VALUES[parameter] if parameter in VALUES else another(parameter, signature.default)
+        field = bare(parameter)
+        value = VALUES[field] if field in VALUES else another(field, signature.default)
         given[parameter] = value(base) if callable(value) else value
     alone = run(name, base, dtensors)
     assert not isinstance(alone, str), alone
@@ -327,12 +334,12 @@ def test_each_pair(name, label):
         singles[parameter] = found = run(name, {**base, parameter: value}, dtensors)
         ignored += judged((parameter,), found, {parameter: alone})
     others = [name for name in given if f"{name} is ignored" not in ignored]
-    if label.startswith(("sum", "none")) or label.endswith("tail"):  # the other base has pairs, these among them
+    if kind.startswith(("sum", "none")) or kind.endswith("tail"):  # the other base has pairs, these among them
         others = []
     for one, other in itertools.combinations(others, 2):
         found = run(name, {**base, one: given[one], other: given[other]}, dtensors)
         ignored += judged((one, other), found, {one: singles[other], other: singles[one]})
-    known = NO_EFFECT.get(f"{name}-{label}", set()) | (ONE_RANK if name.startswith("distributed.") else set())
+    known = NO_EFFECT.get(f"{name}-{label}", set()) | ONE_RANK
     known = {text for text in known if text.split()[0] in given}
     assert set(ignored) - ALL_ROWS == known, "\n".join(sorted(set(ignored) ^ known))
 
@@ -354,5 +361,5 @@ def is_call(value):
 
 def test_all_functions_are_here():
     functions = {name for name in xent_ops.__all__ if is_call(getattr(xent_ops, name))}
-    functions |= {f"distributed.{name}" for name in distributed.__all__}
+    functions |= {f"distributed.{name}" for name in distributed.__all__} - {"distributed.Shard"}
     assert functions - NO_LOSSES == set(CALLS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.graphs import AotEagerAndRecordGraphs, operator_names
-from test_several_classes import DTYPES, H, K, N, V, activated, problem
+from test_several_classes import DTYPES, H, K, N, activated, problem
 
 import xent_ops
 
@@ -190,11 +190,9 @@ def test_other_losses_name_the_function(device):
     """target_probs and tail were arguments of linear_cross_entropy once."""
     x, head, _, ids, probs = problem(device, torch.float32)
     module = xent_ops.LinearCrossEntropyLoss(tied_weight=torch.nn.Parameter(head))
-    ranks = xent_ops.distributed.vocab_parallel_linear_cross_entropy
     for name, call in (
         ("linear_top_k_distillation_loss", lambda **old: xent_ops.linear_cross_entropy(x, head, ids, **old)),
         ("linear_top_k_distillation_loss", lambda **old: module(x, ids, **old)),
-        ("vocab_parallel_linear_top_k_distillation_loss", lambda **old: ranks(x, head, ids, num_classes=V, **old)),
         ("top_k_distillation_loss", lambda **old: xent_ops.cross_entropy(x, ids, **old)),
     ):
         for old in ({"target_probs": probs}, {"tail": True}):

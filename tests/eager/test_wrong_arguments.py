@@ -6,18 +6,21 @@ import inspect
 
 import pytest
 import torch
-from test_no_argument_ignored import CALLS, TARGET, Effects, N, V, of_name, one_rank, parameters, randn  # noqa: F401
+from test_no_argument_ignored import CALLS, TARGET, Effects, N, V, of_name, one_rank, parameters, randn, with_shard  # noqa: F401
 
 # Arguments with something for each row, and the arguments of the functions that have no others.
 OF_ROWS = ("input", "logits_shard", "target", "ids", "probs", "teacher_input", "rows")
 LOGITS = ("cross_entropy", "cross_entropy_outputs", "CrossEntropyLoss", "token_log_probs", "token_loss")
 LABELS = ("target", "mean", "one class", "its own weight", "")
-HEADS = ("linear_weight", "weight_shard", "tied_weight")
+HEADS = ("linear_weight", "tied_weight")
+ON_RANKS = [f"{name}, shard" for name, bases in CALLS.items() if any(label.startswith("shard") for label in bases)]
 
 
 def base_of(name):
+    name, _, shard = name.partition(", ")
     bases = CALLS[name]
-    base = dict(next(bases[label] for label in LABELS if label in bases))
+    labels = [f"shard, {label}" for label in LABELS] if shard else LABELS
+    base = dict(next(bases[label] for label in labels if label in bases))
     if name in LOGITS:
         base |= {"input": randn(N, V), "target": TARGET, "dim": -1}
     if "fn" in base:
@@ -49,14 +52,14 @@ def wrong_rows(name):
 def wrong_options(name):
     values = {"chunk_rows": (0, -1), "batch_invariant": (1, "yes"), "skip_ignored": (1,)}
     values |= {"accumulate_dtype": (torch.float16,), "logits_dtype": (torch.float16,)}
-    for option in set(values) & set(parameters(name)):
+    for option in set(values) & set(parameters(name.split(", ")[0])):
         for value in values[option]:
             yield f"{option}={value}", base_of(name) | {option: value}
 
 
 def call(name, given, learned, compiled):
     """The function's, or the module's, results. ``learned``: the arguments that require grad."""
-    function, given = of_name(name), dict(given)
+    function, given = of_name(name.split(", ")[0]), with_shard(given)
     for argument in learned:
         if argument in given and argument != "tied_weight":
             given[argument] = given[argument].detach().requires_grad_()
@@ -68,7 +71,7 @@ def call(name, given, learned, compiled):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, *ON_RANKS])
 def test_refused(name):
     ways = {
         "eager": (("input", "logits_shard", *HEADS), False),

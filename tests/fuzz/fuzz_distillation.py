@@ -9,7 +9,6 @@ from xent_ops.testing import assert_distillation, distillation_oracle
 from xent_ops.testing.rows import eps
 
 NAMES = ("distillation_loss", "linear_distillation_loss")
-OVER_RANKS = "vocab_parallel_linear_distillation_loss"
 
 
 def draw(*args):

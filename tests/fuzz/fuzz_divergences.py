@@ -9,7 +9,6 @@ from helpers.divergence_oracle import divergences
 from xent_ops.testing.rows import activated, eps
 
 NAMES = ("distillation_token_loss", "linear_distillation_token_loss")
-OVER_RANKS = "vocab_parallel_linear_distillation_token_loss"
 FIELDS = ("kl", "reverse_kl", "jsd", "overlap", "log_prob")
 
 

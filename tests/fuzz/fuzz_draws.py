@@ -12,7 +12,7 @@ import fuzz_divergences
 import fuzz_largest
 import fuzz_top_k
 import torch
-from fuzz_program import DTYPES, HALF, Program
+from fuzz_program import DTYPES, HALF, Program, parameters_of
 from helpers.option_values import drawn
 
 OF_HEADS = (fuzz_distillation, fuzz_divergences, fuzz_top_k, fuzz_largest)
@@ -29,13 +29,7 @@ ALONE = (
     "linear_token_loss",
     *(name for module in OF_HEADS for name in module.NAMES),
 )
-OVER_RANKS = (
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_linear_cross_entropy",
-    "vocab_parallel_linear_token_log_probs",
-    "vocab_parallel_linear_token_loss",
-    *(module.OVER_RANKS for module in OF_HEADS),
-)
+OVER_RANKS = ("vocab_parallel_cross_entropy", *(name for name in ALONE if "class_start" in parameters_of(name, 2)))
 OUTPUTS = {
     "outputs": ("loss", "z_loss", "lse", "predictions", "accuracy", "token_losses", "entropy"),
     "log_probs": ("log_probs", "entropy", "lse"),
@@ -59,7 +53,7 @@ def draw(seed, *, device="cpu", names=ALONE, backend=None, ranks=1, fixed=Mappin
     """``fixed``: arguments by name, as a draw would choose them; all others are drawn."""
     pick = random.Random(seed)
     name = pick.choice(names)
-    own = (module.draw for module in OF_HEADS if name in (*module.NAMES, module.OVER_RANKS))
+    own = (module.draw for module in OF_HEADS if name in module.NAMES)
     return next(own, _draw)(pick, seed, device, name, backend, ranks, fixed)
 
 
@@ -176,11 +170,15 @@ class _Program(Program):
         if "logits_dtype" in names and self.dtype in HALF:
             self.option("logits_dtype", 0.3, (torch.float32,))
         self.option("chunk_rows", 0.5, (1, 3, 16, 100))
-        if self.maybe(0.2, "skip_ignored") and "batch_invariant" not in options:  # beside which it has no effect
+        by_chunks = self.ranks > 1 and self.places and "fn" in names  # with a shard it has one way
+        if (
+            self.maybe(0.2, "skip_ignored") and "batch_invariant" not in options and not by_chunks
+        ):  # in the first no effect
             options["skip_ignored"] = True
         with_grad = options.get("reduction", "mean") != "none" and "skip_ignored" not in options
+        with_grad = with_grad and "reduction" in names
         if "pipelined" in names and self.maybe(0.6):
-            options["pipelined"] = pick((True, False, None)) if with_grad else pick((False, None))
+            options["pipelined"] = pick((*([True] if with_grad else []), *([] if by_chunks else [False]), None))
 
     def _weights(self):
         kind = self.pick(("none", "none", "some", "some", "zeros", "small", "large"), "weight")
@@ -272,7 +270,7 @@ class _Program(Program):
             self.more += [f"num_classes={self.classes}", "class_start=start"]
             self.more += [] if self.sequence is None else ["sequence_parallel=True"]
         if len(leaves) == 3 and not self.module:
-            self.more.append(f"{'bias_shard' if self.ranks > 1 else 'linear_bias'}={leaves[2]}")
+            self.more.append(f"linear_bias={leaves[2]}")
         if self.weights is not None:
             weight = "weight" if self.ranks == 1 else "torch.nn.functional.pad(weight[start:stop], (0, padding))"
             self.more.append(f"{'class_weight' if self.module else 'weight'}={weight}")

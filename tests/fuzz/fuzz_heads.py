@@ -5,8 +5,13 @@ from fuzz_program import DTYPES, HALF, Program
 from helpers.option_values import drawn
 
 # Of keywords that change no number that a judge wants.
-UNJUDGED = {"linear_bias", "bias_shard", "teacher_bias", "teacher_bias_shard", "class_start", "sequence_parallel"}
+UNJUDGED = {"linear_bias", "teacher_bias", "class_start", "sequence_parallel", "pipelined"}
 UNJUDGED |= {"chunk_rows", "skip_ignored", "batch_invariant", "check", "logits_dtype", "accumulate_dtype", "fn", "rows"}
+
+
+def refused_with_shard(name):
+    no_loss = {"accumulate_dtype"} if name == "linear_top_k" else set()
+    return no_loss | ({"skip_ignored"} if "top_k" in name or "distillation" in name else set())
 
 
 class Heads(Program):
@@ -52,7 +57,9 @@ class Heads(Program):
         """How, which changes no number. In a compiled graph "check" is refused."""
         refused = {"check"} if self.backend is not None else set()
         refused |= set() if self.dtype in HALF else {"logits_dtype", "accumulate_dtype"}
+        refused |= refused_with_shard(self.name) if self.ranks > 1 else set()
         for name, share, choices in (
+            ("pipelined", 0.2, (None,)),
             ("chunk_rows", 0.5, (1, 3, 16)),
             ("skip_ignored", 0.2, (True,)),
             ("batch_invariant", 0.2, (True,)),
@@ -90,15 +97,14 @@ class Heads(Program):
         names = [tensor(name, *self.shape, features), tensor(f"{side}head", classes, features, scale=features**-0.5)]
         if self.maybe(name="bias"):
             names.append(tensor(f"{side}bias", classes))
-            whole = f"{side or 'linear_'}bias={side}bias"
-            self.more.append(f"{side}bias_shard=my_{side}bias" if self.ranks > 1 else whole)
+            self.more.append(f"{side or 'linear_'}bias={'my_' if self.ranks > 1 else ''}{side}bias")
         return names
 
     def call(self, *operands, result="loss"):
         """The lines of the call; its ``operands`` stand behind the tensors."""
         self.leaves, teacher, self.whole = self.student, self.teacher, [self.student]
         self.whole += [teacher] if teacher else []
-        self.judged = [text for text in self.texts if text.split("=")[0] not in UNJUDGED]
+        self.judged = [text for text in self.by_name if text.split("=")[0] not in UNJUDGED]
         if self.ranks > 1:
             self._shards()
             self.leaves, teacher = ([f"my_{name}" for name in names] for names in (self.student, teacher))

@@ -7,7 +7,6 @@ from fuzz_heads import Heads
 from xent_ops.testing.rows import activated, assert_within, eps
 
 NAMES = ("top_k", "linear_top_k")
-OVER_RANKS = "vocab_parallel_linear_top_k"
 
 
 def draw(*args):

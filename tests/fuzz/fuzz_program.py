@@ -10,6 +10,7 @@ from xent_ops import distributed
 
 DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 HALF = DTYPES[1:3]
+SHARD = distributed.Shard._fields
 
 HEAD = """\
 # In the root of a checkout: {command}
@@ -58,9 +59,14 @@ class Draw:
         exec(compile(self.body, f"<draw {self.seed}>", "exec"), vars(module))
 
 
-def parameters_of(name):
+def parameters_of(name, ranks=1):
+    """Over ranks the fields of a shard are parameters too."""
     function = getattr(xent_ops, name, None) or getattr(distributed, name)
-    return list(inspect.signature(function).parameters)
+    names = list(inspect.signature(function).parameters)
+    if "shard" not in names:
+        return names
+    names.remove("shard")
+    return names if ranks == 1 else [*names, *SHARD]
 
 
 class Program:
@@ -72,8 +78,8 @@ class Program:
     def __init__(self, random, seed, device, name, backend, ranks, fixed):
         self.random, self.seed, self.device, self.backend, self.ranks = random, seed, device, backend, ranks
         self.fixed, self.left = fixed, {*fixed}
-        self.name, self.parameters, self.linear = name, parameters_of(name), "linear" in name.lower()
-        self.path = f"xent_ops.distributed.{name}" if ranks > 1 else f"xent_ops.{name}"
+        self.name, self.parameters, self.linear = name, parameters_of(name, ranks), "linear" in name.lower()
+        self.path = f"xent_ops.{name}" if hasattr(xent_ops, name) else f"xent_ops.distributed.{name}"
         self.options, self.more, self.lines = {}, [], []
 
     def pick(self, choices, name=None):
@@ -103,12 +109,21 @@ class Program:
         return f"torch.compile({function}, fullgraph=True, backend={self.backend!r}{dynamic})"
 
     @property
-    def texts(self):
+    def by_name(self):
+        """Those of a shard too."""
         return [*(f"{name}={value!r}" for name, value in self.options.items()), *self.more]
+
+    @property
+    def texts(self):
+        if self.ranks == 1 or not self.linear:
+            return self.by_name
+        place = [text for text in self.by_name if text.split("=")[0] in SHARD]
+        others = [text for text in self.by_name if text not in place]
+        return [*others, f"shard=xent_ops.distributed.Shard({', '.join(place)})"]
 
     def drawn(self):
         assert not self.left, f"{self.name} has no {self.left} to fix here"
-        keywords = frozenset(text.split("=")[0] for text in self.texts)
+        keywords = frozenset(text.split("=")[0] for text in self.by_name)
         return Draw(self.seed, self.name, "\n".join(self.lines) + "\n", keywords, self.ranks, self.device)
 
 

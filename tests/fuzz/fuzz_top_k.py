@@ -10,7 +10,6 @@ from fuzz_program import DTYPES
 from xent_ops.testing.rows import activated, eps
 
 NAMES = ("top_k_distillation_loss", "linear_top_k_distillation_loss")
-OVER_RANKS = "vocab_parallel_linear_top_k_distillation_loss"
 
 
 def draw(*args):

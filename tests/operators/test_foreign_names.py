@@ -45,11 +45,7 @@ def test_arguments_by_other_names():
         (lambda **o: xent_ops.CrossEntropyLoss(**o), "num_items_in_batch", 'divide the loss of reduction="sum" by it$'),
         (lambda **o: xent_ops.cross_entropy(logits, t, **o), "return_z_loss", "cross_entropy_outputs .* have z_loss$"),
         (lambda **o: xent_ops.inductor.options(**o), "mode", "pass base=, the name of the mode$"),
-        (
-            lambda **o: xent_ops.distributed.vocab_parallel_linear_cross_entropy(x, w, t, **o),
-            "bias",
-            "pass bias_shard=$",
-        ),
+        (lambda **o: xent_ops.linear_cross_entropy(x, w, t, **o), "bias_shard", "pass linear_bias=$"),
     ):
         with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'; {text}"):
             call(**{name: 0.5})
@@ -71,14 +67,15 @@ def test_every_entry_is_of_use():
 def test_labels_masks_and_groups():
     x, w, t = problem()
     logits, teacher = F.linear(x, w), torch.randn(6, 20)
-    linear, ranks = xent_ops.linear_cross_entropy, xent_ops.distributed.vocab_parallel_linear_cross_entropy
+    linear, ranks = xent_ops.linear_cross_entropy, xent_ops.distributed.vocab_parallel_cross_entropy
     distillation = xent_ops.linear_distillation_token_loss
     for call, name, text in (
         (lambda **o: linear(x, w, **o), "labels", r"pass target=, .*labels\[:, 1:\] of "),
         (lambda **o: linear(x, w, **o), "targets", "pass target=$"),
         (lambda **o: linear(x, w, t, **o), "mask", r".*target.masked_fill\(~mask, -100\)$"),
-        (lambda **o: linear(x, w, t, **o), "process_group", "xent_ops.distributed has functions"),
-        (lambda **o: ranks(x, w, t, **o), "process_group", "pass group=$"),
+        (lambda **o: linear(x, w, t, **o), "process_group", r"pass shard=xent_ops.distributed.Shard\("),
+        (lambda **o: linear(x, w, t, **o), "group", r"pass shard=xent_ops.distributed.Shard\("),
+        (lambda **o: ranks(logits, t, num_classes=V, **o), "process_group", "pass group=$"),
         (lambda **o: xent_ops.distillation_loss(logits, logits, **o), "T", "pass temperature=$"),
         (lambda **o: xent_ops.cross_entropy(logits, t, **o), "T", "pass logit_scale=, one over it$"),
         (lambda **o: distillation(x, w, teacher, teacher, len, **o), "t2d", r"pass classes=, .*t2d.nonzero\(\)"),

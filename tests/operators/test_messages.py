@@ -173,6 +173,17 @@ def test_options(call):
 # Arguments that a function lacks
 
 
+def test_shards():
+    x, w, t = problem()
+    with pytest.raises(TypeError, match=r"shard must be .*\.Shard\(num_classes, .* got torch.*placement_types.Shard$"):
+        xent_ops.linear_cross_entropy(x, w, t, shard=torch.distributed.tensor.Shard(0))
+    for name in ("linear_cross_entropy", "linear_top_k"):
+        with pytest.raises(ImportError, match=rf"write xent_ops\.{name}\(\.\.\., shard=xent_ops"):
+            exec(f"from xent_ops.distributed import vocab_parallel_{name}")
+    with pytest.raises(AttributeError, match="has no attribute 'linear_cross_entropy'"):
+        xent_ops.distributed.linear_cross_entropy  # noqa: B018 (raises)
+
+
 def test_arguments_by_position():
     """Bias, weight and options go by name."""
     x, w, t = problem()

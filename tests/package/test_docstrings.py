@@ -50,8 +50,12 @@ DESCRIBED = dict(described())
 
 
 def has_example(value):
-    """Functions and modules have one; results and reports come from them."""
-    return inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
+    """Functions, modules and what users make for them have one; results and reports come from them."""
+    return (
+        value is xent_ops.distributed.Shard
+        or inspect.isfunction(value)
+        or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
+    )
 
 
 def test_the_page_has_everything_public():

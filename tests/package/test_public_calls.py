@@ -16,7 +16,7 @@ PUBLIC = {
     value: name
     for package in PACKAGES
     for name, value in vars(package).items()
-    if isinstance(value, types.FunctionType)
+    if isinstance(value, types.FunctionType) and not name.startswith("_")
 }
 LOCAL_IMPORTS = {
     module.name: f"xent_ops.distributed.{module.name}" for module in pkgutil.iter_modules(PACKAGES[1].__path__)

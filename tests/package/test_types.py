@@ -19,7 +19,7 @@ import torch, xent_ops
 from xent_ops import distributed
 x, t = torch.randn(2, 3), torch.tensor([0, 1])
 reveal_type(xent_ops.distributed.vocab_parallel_cross_entropy)
-reveal_type(distributed.vocab_parallel_linear_token_log_probs(x, x, t, num_classes=3))
+reveal_type(xent_ops.linear_token_log_probs(x, x, t, shard=distributed.Shard(num_classes=3)))
 reveal_type(xent_ops.token_log_probs(x, t))
 xent_ops.cross_entropy(x, t, reduction="avg")
 xent_ops.LinearCrossEntropyLoss(3, 3, reduction="avg")

@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import xent_ops
+from xent_ops import distributed, linear_cross_entropy
 from xent_ops.bench import check, run, timing
 from xent_ops.bench.arguments import Shape
 from xent_ops.bench.contestants import Contestant, Function, Outputs, compiled, copies, partial, products, unit
 from xent_ops.bench.problems import Head, Loss, Problem, Setting
-from xent_ops.distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from xent_ops.distributed import vocab_parallel_cross_entropy
 from xent_ops.distributed.parts import share_of_rank
 from xent_ops.head.sizes import rows_of_chunk
 
@@ -203,7 +204,8 @@ def gather_statistics(rows: Tensor, *_: Any) -> None:
 
 
 def split_head(hidden: Tensor, part: Tensor, target: Tensor, classes: int, **options: Any) -> Tensor:
-    return vocab_parallel_linear_cross_entropy(hidden, part, target, num_classes=classes, **options)
+    place = {name: options.pop(name) for name in ("pipelined", "sequence_parallel") if name in options}
+    return linear_cross_entropy(hidden, part, target, shard=distributed.Shard(classes, **place), **options)
 
 
 def all_logits() -> Function:

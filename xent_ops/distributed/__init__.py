@@ -1,20 +1,19 @@
 """Losses over a vocabulary that is split between ranks."""
 
-from .distillation import vocab_parallel_linear_distillation_loss
-from .distillation_token_loss import vocab_parallel_linear_distillation_token_loss
-from .linear import vocab_parallel_linear_cross_entropy, vocab_parallel_linear_token_log_probs
-from .token_loss import vocab_parallel_linear_token_loss
-from .top_k import vocab_parallel_linear_top_k
-from .top_k_distillation import vocab_parallel_linear_top_k_distillation_loss
+from typing import Any
+
+from ..ops.foreign_names import refuse_attribute
+from .bound import Shard
 from .vocab_parallel import vocab_parallel_cross_entropy
 
-__all__ = [
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_linear_cross_entropy",
-    "vocab_parallel_linear_distillation_loss",
-    "vocab_parallel_linear_distillation_token_loss",
-    "vocab_parallel_linear_token_log_probs",
-    "vocab_parallel_linear_token_loss",
-    "vocab_parallel_linear_top_k",
-    "vocab_parallel_linear_top_k_distillation_loss",
-]
+__all__ = ["Shard", "vocab_parallel_cross_entropy"]
+_OLD = "vocab_parallel_"  # of names before 1.0, such as vocab_parallel_linear_top_k
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith(f"{_OLD}linear_"):  # not an AttributeError, whose text ``from`` leaves out
+        raise ImportError(
+            f"{name} is an argument now: write xent_ops.{name.removeprefix(_OLD)}(..., shard=xent_ops.distributed."
+            "Shard(num_classes, group)), with linear_weight= and linear_bias= for this rank's part of the head"
+        )
+    refuse_attribute(__name__, name)

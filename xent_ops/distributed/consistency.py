@@ -40,11 +40,12 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
     "target": ("target", {"target.shape": lambda t: tuple(t.shape), "targets": lambda t: t.to(torch.int64).cpu()}),
     "logits": ("logits_shard", {"accumulation in": lambda t: "float64" if t.dtype == torch.float64 else "float32"}),
     "input": ("input", {**_shape_and_dtype("input"), "input.requires_grad": _wants_grad}),
-    "weight": ("weight_shard", {"weight_shard.requires_grad": _wants_grad}),  # shape and dtype follow from the input's
-    "bias": ("bias_shard", {"bias_shard.requires_grad": _wants_grad}),
+    # Shape and dtype of the head follow from the input's.
+    "weight": ("linear_weight", {"linear_weight.requires_grad": _wants_grad}),
+    "bias": ("linear_bias", {"linear_bias.requires_grad": _wants_grad}),
     "teacher_input": ("teacher_input", _shape_and_dtype("teacher_input")),
-    "teacher_weight": ("teacher_weight_shard", {}),
-    "teacher_bias": ("teacher_bias_shard", {}),
+    "teacher_weight": ("teacher_weight", {}),
+    "teacher_bias": ("teacher_bias", {}),
     "classes": ("classes", {}),
     "class_weight": ("weight (class weights)", {}),
     "token_weight": (
@@ -65,13 +66,13 @@ def bound(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record], ch
     not match.
     """
     if not arguments.boolean("check", check):
-        transforms.refuse(f"xent_ops.distributed.{name}")
+        transforms.refuse(f"xent_ops.{name}")
         return bind()
     if torch.compiler.is_compiling():
         raise RuntimeError("check=True compares values between ranks, which a compiled graph cannot: use it in eager")
     record, found = None, {}
     try:
-        transforms.refuse(f"xent_ops.distributed.{name}")
+        transforms.refuse(f"xent_ops.{name}")
         record = bind()
         found = report(record)
     except Exception as error:  # the other ranks must get a report, or they wait for this one

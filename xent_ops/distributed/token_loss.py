@@ -6,21 +6,22 @@ collectives are those of docs/distributed.md, with 4 numbers a row if the functi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..kernels.options import HeadProducts, TokenReduction
 from ..kernels.reference import accumulator
-from ..linear_call import LinearCall, bind, statistics
+from ..linear_call import LinearCall, statistics
 from ..ops import arguments, checks
 from ..token_function import TokenFunction, loss_by_chunks
+from ..top_k_distillation import bind_loss
 from ..user_function import Function, TokenRows, UserFunction
-from . import consistency, on_dtensors
-from .bound import NAMES, bind_shard
-from .groups import Group, Ranks, ranks_of
+from . import on_dtensors
+from .bound import Shard, bind_shard, over_ranks
+from .groups import Ranks
 from .parts import shard_range
 from .pipelined import Collectives, arrange, is_pipelined
 from .sharded_rows import sharded_rows
@@ -33,77 +34,35 @@ class _Bound(NamedTuple):
     function: TokenFunction
 
 
-@arguments.named
-def vocab_parallel_linear_token_loss(
-    input: Tensor,
-    weight_shard: Tensor,
-    target: Tensor,
-    fn: Function,
-    group: Group = None,
-    *,
-    num_classes: int,
-    class_start: int | None = None,
-    rows: tuple[Tensor, ...] = (),
-    bias_shard: Tensor | None = None,
-    sequence_parallel: bool = False,
-    reduction: TokenReduction = "mean",
-    divisor: Tensor | float | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk_rows: int | None = None,
-    skip_ignored: bool = False,
-    logits_dtype: torch.dtype | None = None,
-    products: HeadProducts | None = None,
-    batch_invariant: bool = False,
-    check: bool = False,
-) -> Tensor:
-    """``xent_ops.linear_token_loss`` of a head whose rows (classes) are split between the ranks of a group.
+class _TopK(NamedTuple):
+    call: LinearCall
+    probs: Tensor
+    tail: bool
 
-    Every rank gets the same loss, bit for bit. Backward returns the gradient of its own rows of the head, and the whole
-    gradient of its input. A step takes three matrix multiplications (four in float16), and holds two chunks of logits.
 
-    Args:
-        input, weight_shard, target, group, num_classes, class_start, bias_shard, sequence_parallel: as for
-            ``vocab_parallel_linear_cross_entropy``.
-        fn, rows: as for ``xent_ops.linear_token_loss``, for all tokens, the same on every rank, also with
-            ``sequence_parallel``.
-        reduction, divisor, ignore_index, softcap, logit_scale: as for ``xent_ops.linear_token_loss``.
-        accumulate_dtype, chunk_rows, logits_dtype, products: as for ``xent_ops.linear_token_loss``.
-        batch_invariant: as for ``vocab_parallel_linear_cross_entropy``.
-        skip_ignored: as for ``vocab_parallel_linear_cross_entropy``: four matrix multiplications, without ignored rows.
-            With several classes a row it has no effect: three of all rows, and ``products`` is refused.
-        check: as for ``vocab_parallel_linear_cross_entropy``. It also compares the values of ``rows``, and fn on all
-            tokens with fn on parts of them (except with several classes a row).
-
-    Returns:
-        The loss, float32 (float64 for float64 input), (). Errors are those of ``xent_ops.linear_token_loss`` and
-        ``vocab_parallel_linear_cross_entropy``.
-
-    Examples:
-        >>> world = torch.distributed.get_world_size()
-        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16, requires_grad=True)
-        >>> function = xent_ops.distributed.vocab_parallel_linear_token_loss
-        >>> focal = lambda stats: -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
-        >>> function(hidden, weight_shard, torch.arange(8), focal, num_classes=1024).backward()
-    """
-    name, ranks = "vocab_parallel_linear_token_loss", ranks_of(group)
-    raw_options = (ignore_index, 0.0, softcap, logit_scale, 0.0, reduction)
-    raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
-
-    def bind_function() -> _Bound:
-        head_args = (input, weight_shard, target, bias_shard, None)
-        call = bind(*head_args, raw_options, raw_chunking, divisor, several=True, names=NAMES)
-        checks.reduction(reduction, ("mean", "sum"))
-        call = bind_shard(call, ranks, None, num_classes, class_start, sequence_parallel, check)
+def token_loss(shard: Shard, bind_call: Callable[[], LinearCall], fn: Function, rows: Any, check: bool) -> Tensor:
+    def bind_function(ranks: Ranks) -> _Bound:
+        call = bind_call()
+        checks.reduction(call.loss.reduction, ("mean", "sum"))
+        call = bind_shard(call, ranks, shard, by_chunks=call.ids is not None)
+        if arguments.boolean("check", check) and call.ids is not None:
+            raise NotImplementedError("check=True of fn is not supported with a shard and several classes a row")
         ignore_index = call.loss.row_options.ignore_index
         learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
-        function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
-        return _Bound(call, function)
+        return _Bound(call, TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned))
 
-    call, function = consistency.bound(name, group, ranks, bind_function, check)
+    (call, function), ranks = over_ranks("linear_token_loss", shard, bind_function)
     return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)
+
+
+def top_k_distillation(shard: Shard, bind_call: Callable[[], LinearCall], probs: Tensor, tail: bool) -> Tensor:
+    def bind_all(ranks: Ranks) -> _TopK:
+        call = bind_call()
+        checks.reduction(call.loss.reduction, ("mean", "sum"))
+        return _TopK(bind_shard(call, ranks, shard, by_chunks=True), probs, tail)
+
+    bound, ranks = over_ranks("linear_top_k_distillation_loss", shard, bind_all)
+    return loss(*bind_loss(*bound), ranks.for_batches(bound.call.head.chunking.batch_invariant))
 
 
 def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = False) -> Tensor:
@@ -119,8 +78,6 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
     # In float16 each row's factor (head/float16.py) follows from the derivatives of all rows.
     if call.ids is None and not (call.pipelined and call.input.dtype != torch.float16):
         return function.sum(function.all_values(*of_rows(), ordered), ordered, call.divisor)
-    if call.ids is not None:  # only the loop over all rows supports several classes a row
-        call = call._replace(head=call.head._replace(chunking=call.head.chunking._replace(skip_ignored=False)))
     return loss_by_chunks(call, ordered, function, Collectives(ranks))
 
 

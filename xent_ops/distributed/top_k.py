@@ -7,24 +7,23 @@ columns of each rank, and one sum the counts: 12 k + 28 bytes a row and rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..head import loop, shard
+from ..head import loop
 from ..head.loop import ChunkLogits, RowRange
+from ..head.shard import join_statistics
 from ..kernels import reference
 from ..kernels.options import DEFAULTS
-from ..linear_call import LinearCall, bind
+from ..linear_call import LinearCall
 from ..ops import arguments, checks
-from ..ops.distillation_arguments import target_of
 from ..outputs import TopK, top_k_of_rows
-from . import consistency
-from .bound import NAMES, bind_shard
-from .groups import Group, Ranks, ranks_of
+from .bound import Shard, bind_shard, over_ranks
+from .groups import Ranks
 from .parts import all_gather, all_reduce, as_target, by_ranks
 from .pipelined import Collectives
 
@@ -81,7 +80,7 @@ class _TopK:
         number, own = part.target.shape[0], chunk_logits[0][:, : self.columns]
         statistics, logits = gathered.split([gathered.shape[1] - number, number], 1)
         join_args = (self.head.shard_range, None, True, self.options, 0, self.ranks.in_rank_order)
-        rows, at_target = shard.join_statistics(statistics.contiguous(), own, part.target, *join_args), logits.sum(0)
+        rows, at_target = join_statistics(statistics.contiguous(), own, part.target, *join_args), logits.sum(0)
         before = torch.zeros_like(part.target, dtype=torch.int64)
         if self.with_rank and self.columns > 0:
             column = part.target.to(torch.int64) - self.start
@@ -124,67 +123,18 @@ def _of_all_ranks(values: Tensor, ranks: Ranks) -> Tensor:
     return all_gather(values.contiguous(), ranks).view(ranks.world, *values.shape).movedim(0, 1).flatten(1)
 
 
-@arguments.named
-def vocab_parallel_linear_top_k(
-    input: Tensor,
-    weight_shard: Tensor,
-    k: int,
-    target: Tensor | None = None,
-    group: Group = None,
-    *,
-    num_classes: int,
-    class_start: int | None = None,
-    bias_shard: Tensor | None = None,
-    sequence_parallel: bool = False,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    chunk_rows: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    batch_invariant: bool = False,
-    check: bool = False,
-) -> TopK:
-    """``xent_ops.linear_top_k`` of a head whose rows (classes) are split between the ranks of a group. No gradient.
-
-    Every rank gets the same bits. 12 k + 28 bytes a row are all-gathered or summed. For derivatives pass the ids to
-    ``vocab_parallel_linear_token_log_probs``.
-
-    Args:
-        input, weight_shard, bias_shard, group, num_classes, class_start: as for
-            ``vocab_parallel_linear_cross_entropy``.
-        k: from 1 to ``num_classes``.
-        target: as for ``xent_ops.linear_top_k``, for all rows, the same on every rank.
-        sequence_parallel: as for ``vocab_parallel_linear_cross_entropy``. It needs the target, which has all rows.
-        ignore_index, softcap, logit_scale, chunk_rows, logits_dtype: as for ``xent_ops.linear_top_k``.
-        batch_invariant, check: as for ``vocab_parallel_linear_cross_entropy``.
-
-    Returns:
-        ``xent_ops.TopK`` of constants. Errors are those of ``xent_ops.linear_top_k`` and
-        ``vocab_parallel_linear_cross_entropy``.
-
-    Examples:
-        >>> world = torch.distributed.get_world_size()
-        >>> hidden, weight_shard = torch.randn(8, 16), torch.randn(1024 // world, 16)
-        >>> function = xent_ops.distributed.vocab_parallel_linear_top_k
-        >>> top = function(hidden, weight_shard, 4, torch.arange(8), num_classes=1024)
-    """
-    name, ranks = "vocab_parallel_linear_top_k", ranks_of(group)
-
-    def bind_call() -> _Bound:
-        arguments.required("input", input)
-        if target is None and ranks.world > 1 and arguments.boolean("sequence_parallel", sequence_parallel):
+def top_k(shard: Shard, bind_call: Callable[[], tuple[LinearCall, int]], target: Tensor | None) -> TopK:
+    def bind(ranks: Ranks) -> _Bound:
+        if target is None and ranks.world > 1 and arguments.boolean("sequence_parallel", shard.sequence_parallel):
             raise ValueError("sequence_parallel=True splits one dimension of the target: pass target")
-        rows, ignored = target_of(target, ignore_index, 0.0, input, input.shape[:-1])
-        raw_options = (ignored, 0.0, softcap, logit_scale, 0.0, "none")
-        raw_chunking = (None, chunk_rows, False, logits_dtype, None, batch_invariant)
-        call = bind(input, weight_shard, rows, bias_shard, None, raw_options, raw_chunking, names=NAMES)
-        call = bind_shard(call, ranks, False, num_classes, class_start, sequence_parallel, check)
-        number = arguments.integer("k", k)
+        call, number = bind_call()
+        if call.head.accumulate_dtype is not None:
+            raise ValueError("accumulate_dtype is of gradients, and linear_top_k with a shard has none")
+        call = bind_shard(call, ranks, shard, by_chunks=True)
         checks.top_k(number, call.head.shard_range[1])
         return _Bound(call, number)
 
     with torch.no_grad():
-        call, k = consistency.bound(name, group, ranks, bind_call, check)
-        ranks = ranks.for_batches(call.head.chunking.batch_invariant)
-        values = _rows(call, k, target is not None, ranks)
+        (call, k), ranks = over_ranks("linear_top_k", shard, bind)
+        values = _rows(call, k, target is not None, ranks.for_batches(call.head.chunking.batch_invariant))
         return top_k_of_rows(values, target, k, call.loss.row_options.ignore_index)

@@ -101,7 +101,7 @@ def vocab_parallel_cross_entropy(
         >>> loss = xent_ops.distributed.vocab_parallel_cross_entropy(shard, target, num_classes=1024)
         >>> loss.backward()
     """
-    name, ranks = "vocab_parallel_cross_entropy", ranks_of(group)
+    name, ranks = "distributed.vocab_parallel_cross_entropy", ranks_of(group)
 
     def bind_call() -> _Bound:
         arguments.tensors(logits_shard, target, weight, "logits_shard")

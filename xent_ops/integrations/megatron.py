@@ -17,14 +17,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor, nn
 
-from ..distributed.bound import NAMES, bind_shard
+from ..distributed.bound import Shard, bind_shard
 from ..distributed.groups import ranks_of
 from ..distributed.linear import losses_and_sum
-from ..distributed.top_k import vocab_parallel_linear_top_k
 from ..kernels.options import HeadProducts
 from ..linear_call import bind
 from ..ops import arguments, checks
 from ..ops.message_values import type_name
+from ..top_k import linear_top_k
 
 
 class Report(NamedTuple):
@@ -47,7 +47,7 @@ class Report(NamedTuple):
         details += [f"{self.heads - 1} more heads of multi-token prediction"] if self.heads > 1 else []
         return (
             f"{self.model}: output_layer ({', '.join(details)}) and its loss are "
-            "xent_ops.distributed.vocab_parallel_linear_cross_entropy\n  not replaced: calls without labels"
+            "xent_ops.linear_cross_entropy\n  not replaced: calls without labels"
         )
 
 
@@ -82,7 +82,7 @@ def use_xent(
         label_smoothing: as for ``cross_entropy``. For Megatron's alpha with K classes pass ``alpha * K / (K - 1)``.
         lse_square_scale: the factor of the z-loss, as for ``cross_entropy``.
         accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant: as for
-            ``xent_ops.distributed.vocab_parallel_linear_cross_entropy``.
+            ``xent_ops.linear_cross_entropy``.
 
     Returns:
         A ``Report`` of the replaced parts. A pipeline stage without a head is left as it is.
@@ -92,7 +92,7 @@ def use_xent(
         ValueError: ``defer_embedding_wgrad_compute``; a weight that ``gtp_remat`` splits.
         RuntimeError: use_xent is on already. Later, from a call of the model: the logits are read other than by their
             loss, or only parts of the model's forward are called (``build_schedule_plan``).
-        TypeError, ValueError: options that ``vocab_parallel_linear_cross_entropy`` refuses.
+        TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
 
     Examples:
         >>> report = use_xent(model, loss_mask=True)  # a GPTModel
@@ -198,19 +198,17 @@ class _Logits:
         layer, chunking = self.head.layer, self.head.chunking
 
         def compute(weight: Tensor) -> Tensor:
-            return vocab_parallel_linear_top_k(
+            return linear_top_k(
                 self.input,
                 weight,
                 1,
                 self.labels if layer.sequence_parallel else None,  # they say how the rows are split
-                layer.tp_group,
-                num_classes=layer.output_size,
-                bias_shard=self.head.bias(),
-                sequence_parallel=layer.sequence_parallel,
+                linear_bias=self.head.bias(),
                 logit_scale=self.scale,
                 chunk_rows=chunking.chunk_rows,
                 logits_dtype=chunking.logits_dtype,
                 batch_invariant=chunking.batch_invariant,
+                shard=self.head.shard(),
             ).ids.squeeze(-1)
 
         return self.in_layer(compute)
@@ -325,16 +323,21 @@ class _Head:
         self.rolled_mask, _ = roll_tensor(self.rolled_mask, **rolling)
         return self.rolled_mask
 
+    def shard(self) -> Shard:
+        layer = self.layer
+        return Shard(layer.output_size, layer.tp_group, sequence_parallel=layer.sequence_parallel)
+
     def bias(self) -> Tensor | None:
         return None if self.layer.skip_bias_add else self.layer.bias
 
     def losses(self, logits: _Logits, weight: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-        layer, (label_smoothing, lse_square_scale) = self.layer, self.options
+        label_smoothing, lse_square_scale = self.options
         reduction = "none" if mask is None else "sum"
         options = (-100, label_smoothing, None, logits.scale, lse_square_scale, reduction)
-        call = bind(logits.input, weight, labels, self.bias(), None, options, self.chunks, None, mask, names=NAMES)
-        ranks = ranks_of(layer.tp_group)
-        call = bind_shard(call, ranks, None, layer.output_size, None, layer.sequence_parallel)
+        call = bind(logits.input, weight, labels, self.bias(), None, options, self.chunks, None, mask)
+        shard = self.shard()
+        ranks = ranks_of(shard.group)
+        call = bind_shard(call, ranks, shard)
         losses, total = losses_and_sum(call, ranks)
         return losses if total is None or mask is None else _OfSum.apply(total, losses, mask)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.components import loss as titan
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 
-from ..distributed import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from .. import distributed
 from ..functional import cross_entropy
 from ..linear import linear_cross_entropy
 
@@ -24,14 +24,14 @@ def _of_logits(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = 
             raise ValueError(
                 f"logits are placed as {pred.placements}; expected (Shard({pred.ndim - 1}),), their classes"
             )
-        return vocab_parallel_cross_entropy(
+        return distributed.vocab_parallel_cross_entropy(
             pred.to_local(), labels, pred.device_mesh.get_group(), num_classes=pred.shape[-1], **options
         )
     if not isinstance(pred, DTensor) and (mesh := current_spmd_mesh()) is not None and spmd_mesh_size("tp") > 1:
         if global_vocab_size is None:
             raise ValueError("loss parallelism needs global_vocab_size in the loss's config")
         group = mesh.get_group("tp")
-        return vocab_parallel_cross_entropy(pred, labels, group, num_classes=global_vocab_size, **options)
+        return distributed.vocab_parallel_cross_entropy(pred, labels, group, num_classes=global_vocab_size, **options)
     return cross_entropy(pred, labels, dim=-1, **options)
 
 
@@ -111,13 +111,6 @@ def _head_and_loss(self: Any, hidden: Tensor, labels: Tensor, divisor: Tensor | 
         return loss if divisor is None else loss / divisor
     if isinstance(hidden, DTensor):  # the same on each rank
         hidden = hidden.to_local()
-    return vocab_parallel_linear_cross_entropy(
-        hidden,
-        weight.to_local(),
-        labels,
-        weight.device_mesh.get_group("tp"),
-        num_classes=weight.shape[0],
-        bias_shard=None if bias is None else bias.to_local(),
-        divisor=divisor,
-        **options,
-    )
+    options["shard"] = distributed.Shard(weight.shape[0], weight.device_mesh.get_group("tp"))
+    bias = None if bias is None else bias.to_local()
+    return linear_cross_entropy(hidden, weight.to_local(), labels, linear_bias=bias, divisor=divisor, **options)

@@ -152,15 +152,14 @@ def linear(
     linear_bias: Any,
     weight: Any = None,
     divisor: Any = None,
-    names: tuple[str, str] = ("linear_weight", "linear_bias"),
 ) -> None:
-    """``tensors`` for a head and its loss. ``names``: the caller's names of weight and bias."""
+    """``tensors`` for a head and its loss."""
     tensors(input, target, weight)
-    required(names[0], linear_weight)
-    optional(names[1], linear_bias)
+    required("linear_weight", linear_weight)
+    optional("linear_bias", linear_bias)
     optional("divisor", divisor)
     if linear_weight.dtype in checks.INDICES and target.dtype in _FLOATS:
-        _refuse_integers(names[0], linear_weight, target)
+        _refuse_integers("linear_weight", linear_weight, target)
 
 
 def optional(name: str, value: Any) -> None:

@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..kernels.divergences import Divergences, FixedLoss
 from . import arguments, distillation_checks
 
 
 def target_of(
-    target: Any, ignore_index: Any, hard_weight: Any, input: Any, rows: Sequence[int] | None = None
+    target: Any,
+    ignore_index: Any,
+    hard_weight: Any,
+    input: Any,
+    parts: int = 1,  # ranks that have a part of the input each
+    row_tensors: Any = (),  # with all rows: token_weight, or a user's rows
+    reduction: Any = "mean",
 ) -> tuple[Any, Any]:
-    """(target, ignore_index). Without a target: one that ignores nothing, for the input's rows or for these."""
+    """(target, ignore_index). Without a target: one that ignores nothing, for all rows."""
     if target is not None:
         return target, ignore_index
     if arguments.number("hard_weight", hard_weight) != 0.0:
@@ -22,7 +29,21 @@ def target_of(
     if arguments.integer("ignore_index", ignore_index) != -100:
         raise ValueError(f"ignore_index={ignore_index} is of the target, which is None: pass target=, or leave it out")
     arguments.required("input", input)
-    return input.new_zeros(input.shape[:-1] if rows is None else rows, dtype=torch.int64), -100
+    return input.new_zeros(_all_rows(input.shape[:-1], parts, row_tensors, reduction), dtype=torch.int64), -100
+
+
+def _all_rows(shape: Sequence[int], parts: int, row_tensors: Any, reduction: Any) -> Sequence[int]:
+    if parts == 1 or len(shape) == 0:
+        return shape
+    for tensor in row_tensors if isinstance(row_tensors, (tuple, list)) else ():
+        if isinstance(tensor, Tensor):
+            return tensor.shape[: len(shape)]
+    if reduction == "none":
+        raise ValueError(
+            "without a target nothing says along which dimension sequence_parallel=True splits the rows: pass one with "
+            'reduction="none"'
+        )
+    return parts * shape[0], *shape[1:]  # a sum does not depend on the order
 
 
 def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Divergences:

@@ -18,7 +18,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
     if call.class_start is not None and needs_grad(ctx, "logits"):
         raise RuntimeError(
             "divergences over a slice of the classes have no derivative: call xent::divergences_forward on detached "
-            "logits, or use xent_ops.distributed.vocab_parallel_linear_distillation_loss"
+            "logits, or use xent_ops.linear_distillation_loss(shard=...)"
         )
     ctx.mark_non_differentiable(output[1])
     save_for(ctx, "divergences_backward", call, statistics=output[1])

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 _TOP_K = {
-    "weight_shard": "use xent_ops.distributed.vocab_parallel_linear_top_k_distillation_loss(..., ids, probs)",
     "linear_weight": "use xent_ops.linear_top_k_distillation_loss(input, linear_weight, ids, probs)",
     "input": "use xent_ops.linear_top_k_distillation_loss of hidden states, or top_k_distillation_loss of logits",
 }
@@ -22,19 +21,23 @@ _MASK = {
     "target": "rows that it masks have a target of ignore_index: target.masked_fill(~mask, -100)",
 }
 _TEMPERATURE = {"temperature": "pass temperature=", "logit_scale": "pass logit_scale=, one over it"}
-_GROUP = {"group": "pass group=", "linear_weight": "xent_ops.distributed has functions of a rank's part of the classes"}
+_SHARD = {"shard": "pass shard=xent_ops.distributed.Shard(num_classes, group), which has all that is of ranks"}
+_GROUP = {"group": "pass group=", **_SHARD}
 _T2D = "pass classes=, the teacher's class of each of the student's: {} (numbers, int64)"
 
 ARGUMENTS: dict[str, dict[str, str]] = {
     "T": _TEMPERATURE,
     "accum_dtype": {"accumulate_dtype": "pass accumulate_dtype="},
     "attention_mask": _MASK,
-    "bias": {"linear_bias": "pass linear_bias=", "bias_shard": "pass bias_shard="},
+    "bias": {"linear_bias": "pass linear_bias="},
+    "bias_shard": {"linear_bias": "pass linear_bias="},
     "ce_weight": {"class_weight": "pass class_weight=", "weight": "pass weight="},
     "chunk_size": {"chunk_rows": "pass chunk_rows="},
+    "class_start": _SHARD,
     "completion_mask": _MASK,
     "d2t": {"classes": _T2D.format("torch.arange(len(d2t), device=d2t.device) + d2t of its offsets")},
     "divisor": _DIVISOR,
+    "group": _SHARD,
     "hidden_states": {"input": "pass input="},
     "k": {"ids": "pass ids= and probs=, of xent_ops.linear_top_k or torch.topk of the teacher's probabilities"},
     "labels": _LABELS,
@@ -43,9 +46,12 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "lse_square_scale": {"fn": "add factor * stats.lse ** 2 in fn"},
     "mask": _MASK,
     "mode": {"base": "pass base=, the name of the mode"},
+    "num_classes": _SHARD,
     "num_items_in_batch": {"divisor": 'pass divisor=, for reduction="sum"', **_DIVISOR},
+    "pipelined": _SHARD,
     "process_group": _GROUP,
     "return_z_loss": {"lse_square_scale": "cross_entropy_outputs and linear_cross_entropy_outputs have z_loss"},
+    "sequence_parallel": _SHARD,
     "size_average": {"reduction": "pass reduction="},
     "t2d": {"classes": _T2D.format("t2d.nonzero().squeeze(-1) of its mask")},
     "tail": _TOP_K,
@@ -55,6 +61,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "temperature": {"logit_scale": "pass logit_scale=, one over it"},
     "tp_group": _GROUP,
     "weight": {"tied_weight": "pass class_weight=, or the head's as tied_weight="},
+    "weight_shard": {"linear_weight": "pass linear_weight="},
     "z_loss": {"lse_square_scale": "pass lse_square_scale=, its factor", "fn": "add factor * stats.lse ** 2 in fn"},
 }
 """An argument's name -> our parameter and what to write. The first parameter that the function has decides."""

@@ -74,7 +74,7 @@ operator(
 without_derivative(
     "linear_cross_entropy_shard",
     ": the gradient flows through the input and the weight of linear_cross_entropy_shard_join. Call it on detached "
-    "tensors, or use xent_ops.distributed.vocab_parallel_linear_cross_entropy",
+    "tensors, or use xent_ops.linear_cross_entropy(shard=...)",
 )
 
 operator(
