@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -65,21 +66,42 @@ class _HostReads(TorchFunctionMode):
         return result
 
 
-def first_call(fn: Callable[..., Any], stats: FieldRecorder, rows: list[Tensor]) -> Any:
-    """The function's value for PROBED tokens of zeros."""
+def first_call(fn: Callable[..., Any], stats: FieldRecorder, rows: list[Tensor], shape: torch.Size) -> Any:
+    """The function's value for PROBED tokens of zeros. ``shape``: that of all tokens."""
     if torch.compiler.is_compiling():
         return fn(stats, *rows)
     try:
         with _host_reads_refused(fn, [*stats.fields.values(), *rows]):
-            return fn(stats, *rows)
+            value = fn(stats, *rows)
+        # A leaf that requires grad has refused a write itself.
+        if any([not field.is_leaf and field._version > 0 for field in stats.fields.values()]):
+            stats.refuse_write()
+        return value
     except Exception as error:
         _refuse_other_parameters(fn, stats, *rows)
+        if re.search(r"\b(size|shape)", str(error)):
+            refuse_closure_over_all_tokens(fn, shape, error)
+        if "leaf Variable that requires grad is being used in an in-place" in str(error):
+            stats.refuse_write()
         add_note = getattr(error, "add_note", lambda text: None)  # Python 3.11 has it
         add_note(
             f"raised by fn, which is called on parts of the tokens, first on {PROBED} of zeros to see what it "
             f"reads: a tensor of all tokens, as (B, S), must come by rows=, here {len(rows)} of them"
         )
         raise
+
+
+def refuse_closure_over_all_tokens(fn: Any, shape: torch.Size, error: Exception | None = None) -> None:
+    """Raise if fn, which failed, closes over a tensor with a number for each of all tokens."""
+    if torch.compiler.is_compiling() or not inspect.isfunction(fn):
+        return
+    closure = inspect.getclosurevars(fn)
+    for name, value in {**closure.globals, **closure.nonlocals}.items():
+        if isinstance(value, Tensor) and (value.shape[: len(shape)] == shape or value.shape == (shape.numel(),)):
+            raise ValueError(
+                f"fn closes over {name}, which has shape {tuple(value.shape)}, the numbers of all tokens, but fn gets "
+                f"a part of the tokens at a time: pass rows=({name},), and take it as a parameter, fn(stats, {name})"
+            ) from error
 
 
 def _refuse_other_parameters(fn: Callable[..., Any], *args: Any) -> None:
@@ -146,6 +168,12 @@ class FieldRecorder:
             )
         self.read.append(name)
         return self.fields[name]
+
+    def refuse_write(self) -> NoReturn:
+        raise RuntimeError(
+            f"fn writes in place to {self.listed(self.learned, 'or')}, whose gradient it would lose: make a new tensor "
+            "instead, as stats.lse * 2 for stats.lse.mul_(2), and torch.where(mask, 0.0, value) for value[mask] = 0.0"
+        )
 
     @staticmethod
     def listed(names: Sequence[str], last: str) -> str:

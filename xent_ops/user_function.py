@@ -19,7 +19,13 @@ from .ops.derivatives import value_and_derivatives
 from .ops.dtensors import is_dtensor, refuse_beside_plain
 from .ops.message_values import repr_for_message, type_name
 from .ops.reduction import counted_sum
-from .token_probe import PROBED, FieldRecorder, first_call, is_learned_elsewhere
+from .token_probe import (
+    PROBED,
+    FieldRecorder,
+    first_call,
+    is_learned_elsewhere,
+    refuse_closure_over_all_tokens,
+)
 
 Function = Callable[..., Tensor]
 """``fn(stats, *rows)``: stats is a NamedTuple of n tokens; returns (n,)."""
@@ -176,7 +182,7 @@ class UserFunction(TokenRows):
         shapes = self._token_shapes[:-1] if self.several else self._token_shapes
         rows = [row.new_zeros((PROBED, *shape)) for row, shape in zip(self.rows, shapes, strict=False)]
         stats = self.recorder(self.zeros(zeros))
-        value = first_call(self.fn, stats, rows)
+        value = first_call(self.fn, stats, rows, target.shape)
         self._check_value(value, PROBED, target)
         return stats, value
 
@@ -186,15 +192,16 @@ class UserFunction(TokenRows):
             raise TypeError(f"fn returned {found}; expected a tensor of shape (n,), one number a token")
         if not value.is_floating_point():
             raise TypeError(f"fn returned a tensor of dtype {value.dtype}; expected floating point, one number a token")
-        if self.several and value.dim() == 2:
-            raise ValueError(
-                f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "
-                "token: add up over its K classes"
-            )
         if tuple(value.shape) != (number,):
+            refuse_closure_over_all_tokens(self.fn, target.shape)
+            hint = "it must not add up or average over tokens, the sum over tokens and divisor= do that"
+            if tuple(value.shape) == (number, 1) and not self.several:
+                hint = "squeeze(-1) gives it"
+            elif value.dim() == 2 and self.several:
+                hint = "add up over its K classes"
             raise ValueError(
                 f"fn returned shape {tuple(value.shape)} for {number} tokens; expected ({number},), one number a "
-                "token: it must not add up or average over tokens, the sum over tokens and divisor= do that"
+                f"token: {hint}"
             )
         if value.device != target.device:
             raise ValueError(f"fn returned a tensor on {value.device}; expected {target.device}, where its tokens are")
@@ -247,11 +254,13 @@ def _checked_rows(rows: Any, target: Tensor, instead: str) -> list[Tensor]:
             size != expected for size, expected in zip(row.shape, target.shape, strict=False)
         ):
             raise ValueError(
-                f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, as the target's (one "
-                "number a sequence: unsqueeze and expand it)"
+                f"{name} has shape {tuple(row.shape)}; expected {tuple(target.shape)} in front, the shape of the "
+                "target and of the input's rows (one number a sequence: unsqueeze and expand it)"
             )
         if row.device != target.device:
-            raise ValueError(f"{name} is on {row.device} but target is on {target.device}; both must be the same")
+            raise ValueError(
+                f"{name} is on {row.device} but input and target are on {target.device}; all must be the same"
+            )
         if row.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires grad, which would be lost: detach it. Where it should be learned, {instead}"

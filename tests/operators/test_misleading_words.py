@@ -249,3 +249,84 @@ def test_fields_by_other_names():
         AttributeError, match=r"^TokenDivergences has no 'total_variation'; use overlap, which is 1 - it"
     ):
         xent_ops.distillation_token_loss(*logits(), lambda divergences: divergences.total_variation)
+
+
+# Functions of tokens
+
+
+def closures(advantage):
+    """Of hidden states and of logits, of one model and of two."""
+    x, w, y, v = heads()
+    z, t = logits()
+    shape, target = advantage.shape, torch.arange(N).view(advantage.shape)
+    x, y, z, t = (one.view(*shape, -1) for one in (x, y, z, t))
+    return {
+        "linear": lambda: xent_ops.linear_token_loss(x, w, target, lambda stats: -stats.log_probs * advantage),
+        "logits": lambda: xent_ops.token_loss(z, target, lambda stats: -stats.log_probs * advantage.view(-1)),
+        "two heads": lambda: xent_ops.linear_distillation_token_loss(x, w, y, v, lambda d: d.kl * advantage),
+        "two logits": lambda: xent_ops.distillation_token_loss(z, t, lambda d: d.kl * advantage),
+    }
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (N,), (1, N)], ids=str)
+@pytest.mark.parametrize("form", closures(torch.ones(2, 3)))
+def test_a_closure_over_all_tokens(form, shape):
+    """Whether torch refuses its shape, or broadcasts it to a wrong one."""
+    text = r"^fn closes over advantage, which has shape .* pass rows=\(advantage,\), and take it as a parameter, fn\(st"
+    with pytest.raises(ValueError, match=text):
+        closures(torch.ones(shape))[form]()
+
+
+def test_other_shapes_and_tensors_of_a_closure():
+    """They are not blamed."""
+    x, w, *_ = heads()
+    target, of_classes = torch.arange(N), torch.ones(V)
+    with pytest.raises(ValueError, match=r"^fn returned shape \(2, 1\) for 2 tokens; .*: squeeze\(-1\) gives it$"):
+        xent_ops.linear_token_loss(x, w, target, lambda stats: stats.log_probs.unsqueeze(-1))
+    with pytest.raises(RuntimeError, match="The size of tensor a"):
+        xent_ops.linear_token_loss(x, w, target, lambda stats: stats.log_probs * of_classes)
+    with pytest.raises(ValueError, match=r"^fn returned shape \(\) for 2 tokens; .*must not add up"):
+        xent_ops.linear_token_loss(x, w, target, lambda stats: stats.log_probs.sum())
+
+
+def mul_(field):
+    return field.mul_(2)
+
+
+def setitem(field):
+    field[field < -1] = 0.0
+    return field
+
+
+@pytest.mark.parametrize("write", [mul_, setitem])
+def test_a_function_that_writes_to_a_field(write):
+    x, w, y, v = heads()
+    z, t = logits()
+    ids = torch.arange(4 * N).view(N, 4)
+    for call in (
+        lambda: xent_ops.linear_token_loss(x, w, ids[:, 0], lambda stats: write(stats.log_probs)),
+        lambda: xent_ops.linear_token_loss(x, w, ids, lambda stats: write(stats.log_probs).sum(-1)),
+        lambda: xent_ops.token_loss(z, ids, lambda stats: write(stats.log_probs).sum(-1)),
+        lambda: xent_ops.linear_distillation_token_loss(x, w, y, v, lambda d: write(d.kl)),
+        lambda: xent_ops.distillation_token_loss(z, t, lambda d: write(d.overlap)),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"^fn writes in place to stats\..*: make a new tensor instead, as stats"
+        ):
+            call()
+
+
+def test_rows_beside_no_target():
+    """The error names the input too: rows= may be given without a target."""
+    x, w, y, v = heads()
+    z, t = logits()
+    for row, text in (
+        (torch.ones(N, device="meta"), r"^rows\[0\] is on meta but input and target are on cpu"),
+        (torch.ones(3), r"^rows\[0\] has shape \(3,\); expected \(6,\) in front, .* of the input's rows"),
+    ):
+        for call in (
+            lambda row: xent_ops.linear_distillation_token_loss(x, w, y, v, lambda d, row: d.kl, rows=(row,)),
+            lambda row: xent_ops.distillation_token_loss(z, t, lambda d, row: d.kl, rows=(row,)),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call(row)
