@@ -125,24 +125,25 @@ def test_a_factor_of_the_logits(options):
 
 
 READERS = {
-    "add": lambda logits: logits + 1,
-    "multiplication by a tensor": lambda logits: logits * torch.ones(V),
+    "__add__": lambda logits: logits + 1,
+    "a product with a tensor": lambda logits: logits * torch.ones(V),
     "mul": lambda logits: torch.mul(logits, 2),
-    "rmul": lambda logits: 2 * logits,
-    "imul": lambda logits: logits.__imul__(2),
+    "__rmul__": lambda logits: 2 * logits,
+    "__imul__": lambda logits: logits.__imul__(2),
     "tanh": torch.tanh,
     "stack": lambda logits: torch.stack([logits]),
-    "getitem": lambda logits: logits[:],
-    "eq": lambda logits: logits == 0,
-    "len": len,
-    "bool": bool,
+    "__getitem__": lambda logits: logits[:],
+    "__eq__": lambda logits: logits == 0,
+    "__len__": len,
+    "__bool__": bool,
     "shape": lambda logits: logits.shape,
     "transpose": lambda logits: logits.transpose(0, 1),
     "detach": lambda logits: logits.detach(),
     r"size\(0\)": lambda logits: logits.size(0),
-    "argmax": lambda logits: torch.argmax(logits, dim=0),
-    "reduce": pickle.dumps,
-}  # fmt: skip
+    r"size\(None\)": lambda logits: logits.max(),
+    "argmax with dim": lambda logits: torch.argmax(logits, dim=0),
+    "__reduce__": pickle.dumps,
+}
 
 
 @pytest.mark.parametrize("word", READERS)

@@ -1,14 +1,15 @@
 """``use_xent(model)``: a model of Megatron-Core computes the losses of its tokens without its logits.
 
-The model's own forward runs. In a call with labels the output layer returns ``_Logits`` in place of logits, and
+The model's own forward runs. In a call with labels the output layer returns ``MegatronLogits`` in place of logits, and
 ``compute_language_model_loss`` calls the layer once more, with the labels. So hooks that gather the layer's weight run
 around the loss, and the heads of multi-token prediction are replaced too. Written for Megatron-Core 0.16 to 0.19.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor, nn
 
-from ..distributed.bound import Shard, bind_shard
+from ..distributed.bound import bind_shard
 from ..distributed.groups import ranks_of
 from ..distributed.linear import losses_and_sum
 from ..kernels.options import HeadProducts
 from ..linear_call import bind
 from ..ops import arguments, checks
 from ..ops.message_values import type_name
-from ..top_k import linear_top_k
+from .megatron_logits import MegatronLogits, bias_of, shard_of
 
 
 class Report(NamedTuple):
@@ -46,8 +47,8 @@ class Report(NamedTuple):
         details += ["tied to the embedding"] if self.tied else []
         details += [f"{self.heads - 1} more heads of multi-token prediction"] if self.heads > 1 else []
         return (
-            f"{self.model}: output_layer ({', '.join(details)}) and its loss are "
-            "xent_ops.linear_cross_entropy\n  not replaced: calls without labels"
+            f"{self.model}: output_layer ({', '.join(details)}) and its loss are xent_ops.linear_cross_entropy\n"
+            "  not replaced: calls without labels, and what an output_processor computes"
         )
 
 
@@ -150,102 +151,87 @@ def _base(model: Any) -> Any:
 
 
 def _check(model: Any, layer: Any) -> None:
-    """Raise if the output layer or the loss is not Megatron's own, or not whole."""
-    for one, name, owner in (
-        (layer, "forward", ColumnParallelLinear),
-        (layer, "_forward_impl", ColumnParallelLinear),
-        (model, "compute_language_model_loss", LanguageModule),
-    ):
-        if name in vars(one) or getattr(type(one), name, None) is not getattr(owner, name):
-            raise TypeError(
-                f"{name} of {type_name(one)} is not that of megatron.core's {owner.__name__}: adapters on the output "
-                "layer, changed logits and other losses are not supported"
-            )
+    """Raise if the output layer or the loss is not Megatron's own."""
+    _check_layer(layer)
+    _is_own(model, "compute_language_model_loss", LanguageModule)
     if model.config.defer_embedding_wgrad_compute:
         raise ValueError("defer_embedding_wgrad_compute=True is not supported: expected False")
+
+
+def _check_layer(layer: Any) -> None:
+    if not isinstance(getattr(vars(layer).get("forward"), "__self__", None), _Head):  # else use_xent is on
+        _is_own(layer, "forward", ColumnParallelLinear)
+    _is_own(layer, "_forward_impl", ColumnParallelLinear)
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError(f"output_layer has its weight in {layer.gtp_remat_size} parts (gtp_remat): expected 1")
 
 
-class _Logits:
-    """What the output layer returns in place of logits. It knows what Megatron does with logits, and refuses the rest.
+def _is_own(one: Any, name: str, owner: type) -> None:
+    if name in vars(one) or getattr(type(one), name, None) is not getattr(owner, name):
+        raise TypeError(
+            f"{name} of {type_name(one)} is not that of megatron.core's {owner.__name__}: adapters on the output "
+            "layer, changed logits and other losses are not supported"
+        )
 
-    Megatron takes their loss, multiplies them by a number (MuP), and counts how often the best class of a head of
-    multi-token prediction is the label.
+
+def output_processor(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A loss of hidden states as the ``output_processor`` of a call of a GPTModel (Megatron-Core 0.18 and later).
+
+    The call returns what ``function`` returns for the last hidden states, the output layer's weight and the labels.
+    It needs no ``use_xent``, and works beside it.
+
+    Args:
+        function: ``xent_ops.linear_token_log_probs``, ``linear_token_loss``, ``linear_cross_entropy`` or another with
+            a target and a ``shard``.
+        options: arguments of ``function``, for all calls. Those of one call are a mapping, the call's
+            ``output_processor_context``: ``logit_scale`` (one over the temperature), ``rows``, ``divisor``. The output
+            layer gives ``linear_bias`` and ``shard``. MuP's factor multiplies ``logit_scale``.
+
+    Returns:
+        The hook. Labels, ``rows`` and results are (B, S), with context parallelism this rank's part of S. Labels below
+        0 are ignored. In a pipeline pass it on every stage: Megatron calls it on the last one.
+
+    Raises:
+        TypeError: another function. Later, from a call of the model: no labels, a context that is no mapping, an output
+            layer that is not Megatron's own.
+        ValueError: from a call of the model: a weight that ``gtp_remat`` splits.
+
+    Examples:
+        >>> log_probs = output_processor(xent_ops.linear_token_log_probs)
+        >>> hook = {"output_processor": log_probs, "output_processor_context": {"logit_scale": 1 / 0.7}}
+        >>> log_probs, entropy, _ = model(tokens, positions, attention_mask, labels=labels, **hook)
     """
+    needed = {"input", "linear_weight", "target", "shard"}
+    if not callable(function) or not needed <= inspect.signature(function).parameters.keys():
+        raise TypeError(f"expected a loss of hidden states, such as linear_token_log_probs, got {function!r}")
 
-    def __init__(self, head: _Head, input_: Tensor, weight: Tensor | None, scale: float = 1.0) -> None:
-        self.head, self.input, self.weight, self.scale = head, input_, weight, scale
-        self.labels: Tensor | None = None  # (S, B), once their loss was taken
+    def process(
+        *,
+        hidden_states: Tensor,  # (S, B, H), this rank's part of it with sequence_parallel
+        output_layer: Any,
+        output_weight: Tensor | None,  # of a tied model
+        labels: Tensor | None,  # (B, S)
+        context: Any,
+        config: Any,
+        **_: Any,  # what Megatron also passes
+    ) -> Any:
+        if labels is None:
+            raise TypeError("output_processor: expected labels in the call of the model, got None")
+        if not isinstance(context, Mapping | None):
+            raise TypeError(f"output_processor_context must be a mapping or None, got {type_name(context)}")
+        _check_layer(output_layer)
+        keywords = {"logit_scale": 1.0, **options, **(context or {})}
+        keywords["logit_scale"] *= config.mup_output_mult if config.use_mup else 1.0
+        return function(
+            input=hidden_states.transpose(0, 1),
+            linear_weight=output_layer.weight if output_weight is None else output_weight,
+            target=labels.where(labels >= 0, keywords.get("ignore_index", -100)),
+            linear_bias=bias_of(output_layer),
+            shard=shard_of(output_layer),
+            **keywords,
+        )
 
-    def in_layer(self, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """``compute(weight)`` in a call of the layer, whose hooks may gather its weight."""
-        return self.head.layer(self.input, weight=self.weight, compute=compute)[0]
-
-    def __mul__(self, factor: Any) -> _Logits:
-        if not isinstance(factor, (int, float)):
-            raise _refusal("multiplication by a tensor")
-        return _Logits(self.head, self.input, self.weight, self.scale * factor)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.argmax and isinstance(args[0], cls) and kwargs == {"dim": -1}:
-            return args[0].best()
-        raise _refusal(func.__name__)
-
-    def best(self) -> Tensor:
-        """(S, B): the class with the largest logit, of all ranks' classes. It takes a matrix multiplication."""
-        layer, chunking = self.head.layer, self.head.chunking
-
-        def compute(weight: Tensor) -> Tensor:
-            return linear_top_k(
-                self.input,
-                weight,
-                1,
-                self.labels if layer.sequence_parallel else None,  # they say how the rows are split
-                linear_bias=self.head.bias(),
-                logit_scale=self.scale,
-                chunk_rows=chunking.chunk_rows,
-                logits_dtype=chunking.logits_dtype,
-                batch_invariant=chunking.batch_invariant,
-                shard=self.head.shard(),
-            ).ids.squeeze(-1)
-
-        return self.in_layer(compute)
-
-    # With tensor parallelism Megatron asks for the best of this rank's columns, and compares the ranks'. The rank that
-    # has the best of all answers with 1 for it, the others with 0.
-
-    def size(self, dim: int) -> int:
-        if dim != -1:
-            raise _refusal(f"size({dim})")
-        return self.head.layer.output_size_per_partition
-
-    def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        columns = self.size(dim)
-        column = self.best() - self.head.layer.tp_group.rank() * columns
-        here = (column >= 0) & (column < columns)
-        return here.float(), column.where(here, 0)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name) if name.startswith("_") else _refusal(name)
-
-
-def _refusal(name: str) -> RuntimeError:
-    return RuntimeError(f"the model reads its logits ({name}), which use_xent leaves out: call remove_xent(model)")
-
-
-def _refuse_operator(name: str) -> Callable[..., Any]:
-    def refuse(self: _Logits, *args: Any) -> Any:
-        raise _refusal(name)
-
-    return refuse
-
-
-# Python looks these up in the class. torch's functions and other names come by __torch_function__ and __getattr__.
-_OPERATORS = "rmul add radd sub rsub truediv pow matmul neg abs getitem setitem iter len bool float eq ne lt le gt ge"
-for _name in f"{_OPERATORS} imul iadd isub itruediv array reduce".split():
-    setattr(_Logits, f"__{_name}__", _refuse_operator(_name))
+    return process
 
 
 class _Head:
@@ -253,9 +239,8 @@ class _Head:
 
     def __init__(self, model: Any, layer: Any, options: tuple[float, float], chunks: Any, uses_mask: bool) -> None:
         self.model, self.layer, self.options, self.chunks, self.uses_mask = model, layer, options, chunks, uses_mask
-        _, self.chunking = arguments.chunks(*chunks)
         self.parameters = list(inspect.signature(model.forward).parameters)
-        self._forget()
+        self.call: dict[str, Any] | None = None  # the arguments of the model's call that runs
         self.handles = [
             model.register_forward_pre_hook(self.before_model, with_kwargs=True),
             model.register_forward_hook(self.after_model, always_call=True),  # after an error too
@@ -268,21 +253,25 @@ class _Head:
             handle.remove()
         del self.layer.forward, self.model.compute_language_model_loss
 
-    def _forget(self) -> None:
-        self.runs = False  # is the model called?
-        self.labels: Tensor | None = None
-        self.mask: Tensor | None = None
-        self.rolled_mask: Tensor | None = None  # of the last head of multi-token prediction
-        self.sequences: Any = None  # packed_seq_params
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.call = dict(zip(self.parameters, args, strict=False)) | kwargs
+        self.mask = self.rolled_mask = self.call.get("loss_mask") if self.uses_mask else None
+        processor = self.call.get("output_processor")
+        if processor is None:
+            return None
+        return (), self.call | {"output_processor": functools.partial(self.process, processor)}
 
-    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forget()  # the state of a call that was interrupted
-        given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        self.runs, self.labels, self.sequences = True, given.get("labels"), given.get("packed_seq_params")
-        self.mask = self.rolled_mask = given.get("loss_mask") if self.uses_mask else None
+    def process(self, processor: Callable[..., Any], **kwargs: Any) -> Any:
+        """The last hidden states are the processor's: it may call the output layer and the loss itself."""
+        self.call = {}
+        return processor(**kwargs)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._forget()
+        self.call = self.mask = self.rolled_mask = None
+
+    @property
+    def labels(self) -> Tensor | None:
+        return None if self.call is None else self.call.get("labels")
 
     def output_layer(
         self,
@@ -290,23 +279,23 @@ class _Head:
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        compute: Callable[[Tensor], Tensor] | None = None,  # of _Logits
+        compute: Callable[[Tensor], Tensor] | None = None,  # of MegatronLogits
     ) -> tuple[Any, Tensor | None]:
         if compute is not None:
             return compute(self.layer.weight if weight is None else weight), None
         if self.labels is None:
             return type(self.layer).forward(self.layer, input_, weight, runtime_gather_output)
-        return _Logits(self, input_, weight), None
+        return MegatronLogits(self.layer, self.chunks, input_, weight), None
 
     def loss(self, labels: Tensor, logits: Any) -> Tensor:
         """In place of ``compute_language_model_loss``: (B, S)."""
-        if not self.runs:
+        if self.call is None:
             raise RuntimeError(
                 f"parts of {type(self.model).__name__} were called without its forward, whose hooks use_xent needs "
                 "(build_schedule_plan of overlap_moe_expert_parallel_comm does that): call remove_xent(model)"
             )
-        if not isinstance(logits, _Logits):
-            if self.labels is None:  # Megatron trains heads of multi-token prediction without labels too
+        if not isinstance(logits, MegatronLogits):
+            if self.labels is None:  # heads of multi-token prediction have a loss without labels; an output_processor
                 return type(self.model).compute_language_model_loss(self.model, labels, logits)
             raise RuntimeError(f"{type_name(self.model)} takes the loss of other logits: call remove_xent(model)")
         mask = self.mask_of(labels)
@@ -319,26 +308,18 @@ class _Head:
         """Each head of multi-token prediction has the mask of the one before it, shifted by a token as its labels."""
         if self.rolled_mask is None or labels is self.labels:
             return self.mask
-        rolling = {"cp_group": self.model.cp_group, "packed_seq_params": self.sequences}
+        assert self.call is not None
+        rolling = {"cp_group": self.model.cp_group, "packed_seq_params": self.call.get("packed_seq_params")}
         self.rolled_mask, _ = roll_tensor(self.rolled_mask, **rolling)
         return self.rolled_mask
 
-    def shard(self) -> Shard:
-        layer = self.layer
-        return Shard(layer.output_size, layer.tp_group, sequence_parallel=layer.sequence_parallel)
-
-    def bias(self) -> Tensor | None:
-        return None if self.layer.skip_bias_add else self.layer.bias
-
-    def losses(self, logits: _Logits, weight: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-        label_smoothing, lse_square_scale = self.options
+    def losses(self, logits: MegatronLogits, weight: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
+        bias, shard, (label_smoothing, lse_square_scale) = bias_of(self.layer), shard_of(self.layer), self.options
         reduction = "none" if mask is None else "sum"
         options = (-100, label_smoothing, None, logits.scale, lse_square_scale, reduction)
-        call = bind(logits.input, weight, labels, self.bias(), None, options, self.chunks, None, mask)
-        shard = self.shard()
+        call = bind(logits.input, weight, labels, bias, None, options, self.chunks, None, mask)
         ranks = ranks_of(shard.group)
-        call = bind_shard(call, ranks, shard)
-        losses, total = losses_and_sum(call, ranks)
+        losses, total = losses_and_sum(bind_shard(call, ranks, shard), ranks)
         return losses if total is None or mask is None else _OfSum.apply(total, losses, mask)
 
 

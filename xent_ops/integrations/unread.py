@@ -20,6 +20,40 @@ class Refusal(RuntimeError):
     """Code uses logits that were not computed."""
 
 
+class NotComputed:
+    """In place of a tensor. It is none, so that only what a subclass defines can be done with it.
+
+    All else raises and names itself: torch's functions, attributes, operators.
+    """
+
+    def refusal(self, use: str) -> Exception:
+        raise NotImplementedError
+
+    def refuse(self, use: str, *operands: Any) -> NoReturn:
+        raise self.refusal(use)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        values = [value if isinstance(value, (tuple, list)) else (value,) for value in (*args, *kwargs.values())]
+        one = next(one for value in values for one in value if isinstance(one, cls))
+        one.refuse(f"{name} with {', '.join(kwargs)}" if kwargs else name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a protocol that it does not have
+            raise AttributeError(name)
+        self.refuse(name)
+
+
+# What Python would answer in another way, or would answer without a name.
+_OPERATORS = (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow matmul rmatmul neg abs eq ne lt le gt ge "
+    "bool float len iter getitem setitem array reduce"
+)
+for _name in _OPERATORS.split():
+    setattr(NotComputed, f"__{_name}__", functools.partialmethod(NotComputed.refuse, f"__{_name}__"))
+
+
 class Unread(NamedTuple):
     """What the logits x are: after * tanh(before * z), or before * z + bias, where z = head(rows)."""
 
@@ -38,8 +72,8 @@ class Unread(NamedTuple):
         return Activation(self.after, self.before * self.after) if self.tanh else Activation(None, self.before)
 
 
-class UnreadLogits:
-    """In place of the logits that a head returns. No Tensor, so that only what stands here can be done with it."""
+class UnreadLogits(NotComputed):
+    """In place of the logits that a head returns."""
 
     def __init__(self, state: Unread) -> None:
         self.unread = state
@@ -47,8 +81,8 @@ class UnreadLogits:
     def changed(self, **changes: Any) -> UnreadLogits:
         return type(self)(self.unread._replace(**changes))
 
-    def refuse(self, use: str, *operands: Any) -> NoReturn:
-        raise self.unread.owner.refusal(use)
+    def refusal(self, use: str) -> Exception:
+        return self.unread.owner.refusal(use)
 
     def like(self, rows: int | None = None) -> Tensor:
         """One number, expanded to the logits' shape. ``rows``: to so many of the last dimension of rows."""
@@ -66,16 +100,12 @@ class UnreadLogits:
             return getattr(args[0], name)(*args[1:])
         if name in ("add", "mul") and isinstance(args[1], cls) and not kwargs:
             return getattr(args[1], name)(args[0])
-        values = [value if isinstance(value, (tuple, list)) else (value,) for value in (*args, *kwargs.values())]
-        logits = next(one for value in values for one in value if isinstance(one, cls))
-        logits.refuse(f"{name} with {', '.join(kwargs)}" if kwargs and name in _FUNCTIONS else name)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("shape", "size", "dim", "ndim", "numel", "dtype", "device", "is_floating_point", "is_cuda"):
             return getattr(self.like(), name)
-        if name.startswith("__"):  # a protocol that it does not have
-            raise AttributeError(name)
-        self.refuse(name)
+        return super().__getattr__(name)
 
     def __len__(self) -> int:
         return len(self.like())
@@ -169,10 +199,3 @@ class UnreadLogits:
 
 # Torch's functions that are methods here.
 _FUNCTIONS = ("reshape", "flatten", "clone", "mul", "div", "tanh", "add")
-
-# What Python would answer in another way, or would answer without a name.
-_OPERATORS = (
-    "eq ne lt le gt ge bool neg sub rsub pow matmul rmatmul rtruediv imul itruediv iadd isub setitem array reduce"
-)
-for _name in _OPERATORS.split():
-    setattr(UnreadLogits, f"__{_name}__", functools.partialmethod(UnreadLogits.refuse, f"__{_name}__"))
