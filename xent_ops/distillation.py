@@ -143,7 +143,8 @@ def linear_distillation_loss(
         teacher_input, teacher_weight, teacher_bias: (..., H'), (V', H') and (V',), the teacher's, with the same rows.
             H' and the dtype may differ from the student's. They are constants and must not require grad. Under
             torch.autocast they are cast too.
-        num_classes: the number of classes, if V and V' differ because heads are padded. Other rows are padding.
+        num_classes: the number of classes, if V and V' differ because heads are padded. Rows behind them may hold any
+            values, and are not multiplied.
         target, beta, temperature, hard_weight, reduction, ignore_index, token_weight: as for ``distillation_loss``.
         softcap, teacher_softcap, logit_scale, teacher_logit_scale: as for ``distillation_loss``.
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.

@@ -46,6 +46,41 @@ def test_gradients_that_are_wanted(device):
     torch.testing.assert_close(torch.autograd.grad(7 * call(x, weight.detach()), x)[0], 7 * wanted[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_padding_rows_of_heads_hold_any_values(device, dtype, value):
+    """Loss and gradients are those without padding, and the padding's own gradient is 0."""
+    student, teacher, target = problem(device, dtype)
+    padded = []
+    for head, rows in ((student, 5), (teacher, 2)):
+        more = [F.pad(head[1].detach(), (0, 0, 0, rows), value=value), F.pad(head[2].detach(), (0, rows), value=value)]
+        padded.append([head[0], *(tensor.requires_grad_(head is student) for tensor in more)])
+
+    def fn(d):
+        return d.kl + d.agrees * (1 - d.overlap)
+
+    def of_function(student, teacher, target, **options):
+        (x, weight, bias), (y, teacher_weight, teacher_bias) = student, teacher
+        biases = {"linear_bias": bias, "teacher_bias": teacher_bias}
+        return xent_ops.linear_distillation_token_loss(x, weight, y, teacher_weight, fn, **biases, **options)
+
+    for function, options in (
+        (of_heads, {}),
+        (of_heads, {"beta": 0.5, "reduction": "sum", "divisor": 3.0, "hard_weight": 0.5}),
+        (of_heads, {"skip_ignored": True}),
+        (lambda *args, **options: of_heads(*args, reduction="none", **options).sum(), {}),
+        (of_function, {}),
+    ):
+        loss = function(padded[0], padded[1], target, num_classes=V, **options)
+        wanted = function(student, teacher, target, **options)
+        torch.testing.assert_close(loss, wanted)
+        x, *of_head = torch.autograd.grad(loss, padded[0])
+        torch.testing.assert_close([x, *(grad[:V] for grad in of_head)], [*torch.autograd.grad(wanted, student)])
+        assert all((grad[V:] == 0).all() for grad in of_head)
+        with torch.no_grad():
+            torch.testing.assert_close(function(*padded, target, num_classes=V, **options), wanted)
+
+
 def test_there_is_no_second_derivative(device):
     student, teacher, target = problem(device)
     with pytest.raises(RuntimeError, match="this loss has no second derivative"):

@@ -20,7 +20,7 @@ from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator, is_counted
 from . import float16
 from .backend import IN_MEMORY, Backend
-from .chunks import Gradients, as_rows, divisors_and_factors, in_dtype, unpack_statistics
+from .chunks import Gradients, as_rows, classes_of, divisors_and_factors, in_dtype, unpack_statistics
 from .packing import ComputedRows
 
 _ops = torch.ops.xent
@@ -115,17 +115,22 @@ def _products(
     spec: Divergences,
     chunking: Chunking,
     backend: Backend,
-    *gradient_args: Any,
-) -> tuple[ComputedRows, Any]:
-    """The rows that both heads multiply, and the student's products, whose ``other_heads`` has the teacher's."""
+    output_mask: Sequence[bool] = (False, False, False),
+    accumulate_dtype: torch.dtype | None = None,
+) -> tuple[ComputedRows, Any, Divergences]:
+    """The rows that both heads multiply, the student's products, whose ``other_heads`` has the teacher's, and the
+    options of their logits. Padding rows of the heads, which may hold any values, are not multiplied.
+    """
     flat, flat_teacher = as_rows(student[0]), as_rows(teacher[0])
-    heads = (flat, student[1]), (flat_teacher, teacher[1])
+    head, bias, _, padding = classes_of(*student[1:], None, 0, spec.num_classes)
+    teacher_head, teacher_bias, _, _ = classes_of(*teacher[1:], None, 0, spec.num_classes)
+    heads = (flat, head), (flat_teacher, teacher_head)
     rows = backend.rows(target, spec.options.ignore_index, chunking, *heads)
-    products = backend.products(rows, flat, *student[1:], chunking, *gradient_args)
+    products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     dtype = dtype_of_teacher(flat_teacher.dtype, chunking.logits_dtype)
     teacher_chunking = Chunking(products.size, logits_dtype=None if dtype == flat_teacher.dtype else dtype)
-    products.other_heads = (backend.products(rows, flat_teacher, *teacher[1:], teacher_chunking),)
-    return rows, products
+    products.other_heads = (backend.products(rows, flat_teacher, teacher_head, teacher_bias, teacher_chunking),)
+    return rows, products, spec._replace(num_classes=None)
 
 
 def statistics(
@@ -149,7 +154,7 @@ def statistics(
     """(values and statistics of the rows, as divergences_forward returns them; ``tops``, or (0,))."""
     spec, chunking = Divergences(**fields), Chunking(chunk_rows, skip_ignored, logits_dtype)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, spec, chunking, backend)
+    rows, products, spec = _products(student, target, teacher, spec, chunking, backend)
     ignored = spec.options.ignore_index if skip_ignored else None
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor) -> Sequence[Tensor]:
@@ -188,7 +193,7 @@ def gradients(
     """Compute both logits again. Gradients have the student's dtype, or are (0,) if the mask does not want them."""
     spec, dtype, chunking = Divergences(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored, logits_dtype)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
+    rows, products, spec = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
     indices, grad_rows = rows.indices(), torch.stack([rows.pack(grad) for grad in grad_values.to(dtype).unbind()], -1)
     factors, (upstream, *_) = float16.split_grads(input.dtype, [grad_rows, None, None], indices, spec.options)
 
@@ -231,7 +236,7 @@ def with_grad(
     loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     divisors, (scale, _), shares = divisors_and_factors(input, target, None, token_weight, divisor, loss)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
-    rows, products = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
+    rows, products, spec = _products(student, target, teacher, spec, chunking, backend, output_mask, accumulate_dtype)
     factors = None if token_weight is None and shares is None else rows.pack(scale)
     shares = None if shares is None else rows.pack(shares)
 

@@ -27,12 +27,15 @@ from .library import OPERATORS
 _MODULE = "torch.utils.flop_counter"
 
 
+def _without_padding(classes: int, call: Call) -> int:
+    return columns_of(classes, getattr(call, "class_start", None), getattr(call, "num_classes", None))
+
+
 def _product(call: Call) -> int:
     """One product with the head, for the classes of a slice or the rows of a chunk."""
     classes, features = call.linear_weight.shape
     rows = math.prod(call.logits.shape[:1] if hasattr(call, "logits") else call.input.shape[:-1])
-    if hasattr(call, "class_start"):
-        classes = columns_of(classes, call.class_start, call.num_classes)
+    classes = _without_padding(classes, call)
     if getattr(call, "batch_invariant", False):
         rows += -rows % rows_of_one_shape(call.input, classes, call.chunk_rows, call.logits_dtype)
     return 2 * rows * features * classes
@@ -40,8 +43,8 @@ def _product(call: Call) -> int:
 
 def _teacher_product(call: Call) -> int:
     classes, features = call.teacher_weight.shape
-    if hasattr(call, "class_start") and call.classes is None:
-        classes = columns_of(classes, call.class_start, call.num_classes)
+    if getattr(call, "classes", None) is None:
+        classes = _without_padding(classes, call)
     return 2 * math.prod(call.teacher_input.shape[:-1]) * features * classes
 
 
