@@ -15,6 +15,7 @@ from .head.float16 import Split
 from .head.loop import RowGradients, RowRange
 from .head.shard import RowStatistics
 from .kernels.options import LossOptions, Reduction
+from .kernels.reductions import weights_of_mean
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_top_k_distillation import most
 from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
@@ -95,9 +96,11 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
 
 def bind_loss(call: LinearCall, probs: Tensor, tail: bool) -> tuple[LinearCall, TopKLoss]:
     """The call as a sum of a function of rows, which applies the z-loss and the token weights."""
+    weights, loss, call = call.token_weight, call.loss, call.as_sum()
     assert call.ids is not None
-    function = TopKLoss(call.target, call.ids, probs, tail, call.token_weight, call.loss, accumulator(call.input))
-    call = call.as_sum()
+    if weights is not None and call.divisor is not None:
+        weights = weights_of_mean(weights, call.divisor)
+    function = TopKLoss(call.target, call.ids, probs, tail, weights, loss, accumulator(call.input))
     return call._replace(loss=call.loss._replace(lse_square_scale=0.0), token_weight=None), function
 
 
@@ -221,12 +224,14 @@ def top_k_distillation_loss(
     options, dtype = loss.row_options, accumulator(input)
     target, _ = target_and_ids(ids, input.dim() - 1, options.ignore_index)
     checks.token_weight(token_weight, target)
+    if reduction == "mean":
+        divisor = rows_counted(target, token_weight, options.ignore_index, dtype)
+    if token_weight is not None and divisor is not None:
+        token_weight = weights_of_mean(token_weight, divisor)
     function = TopKLoss(target, ids, probs, tail, token_weight, loss, dtype)
     keywords = {"mask_ids": tail, **options.keywords()}
     at_ids, lse, entropy = differentiable("token_logits", arguments.classes_last(input, -1), ids, **keywords)
     values = function.all_values(at_ids, lse, entropy, target)
     if reduction == "none":
         return values.view(target.shape)
-    if reduction == "mean":
-        divisor = rows_counted(target, token_weight, options.ignore_index, dtype)
     return function.sum(values, target, divisor)

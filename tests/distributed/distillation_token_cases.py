@@ -172,7 +172,7 @@ def draft_vocabulary(device):
     draft(device, "chunk", some, of_overlap, sequence_dim=0, rows=(2 * world, 3), chunk_rows=5)
 
     rows = 6
-    own, of_teacher, more, _ = draft_of(device, "chunk", some, rows=(rows,))
+    own, of_teacher, more, (_, whole_teacher, _) = draft_of(device, "chunk", some, rows=(rows,))
     for fn, first, second in ((lambda d: d.kl, 4, 0), (of_overlap, 9, 4)):
         with Collectives() as mode:
             loss = call(own, of_teacher, fn, **more)
@@ -195,6 +195,10 @@ def draft_vocabulary(device):
     text = rf"rank {last}: IndexError: classes has \d+, which the teacher does not have: .*classes\[mine\] - start"
     with pytest.raises(ValueError, match=text):
         step(*own, classes=ids + start, check=True)  # those of all classes
+    if world > 1:
+        with pytest.raises(ValueError, match=rf"the teacher's head has the same {V} rows on ranks 0 and 1; each rank"):
+            whole = [tensor.to(device) for tensor in whole_teacher]
+            call(own, whole, of_overlap, **more | {"classes": ids + start}, check=True)
     with pytest.raises(ValueError, match=f"rank {last}: ValueError: classes has .* more than once"):
         step(*own, classes=wrong, check=True)
     with pytest.raises(ValueError, match=r"classes is a tensor on rank 0 but None|must be split at the same classes"):

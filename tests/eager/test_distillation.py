@@ -64,21 +64,21 @@ def test_padding_rows_of_heads_hold_any_values(device, dtype, value):
         biases = {"linear_bias": bias, "teacher_bias": teacher_bias}
         return xent_ops.linear_distillation_token_loss(x, weight, y, teacher_weight, fn, **biases, **options)
 
-    for function, options in (
+    for function, more in (
         (of_heads, {}),
         (of_heads, {"beta": 0.5, "reduction": "sum", "divisor": 3.0, "hard_weight": 0.5}),
         (of_heads, {"skip_ignored": True}),
         (lambda *args, **options: of_heads(*args, reduction="none", **options).sum(), {}),
         (of_function, {}),
     ):
-        loss = function(padded[0], padded[1], target, num_classes=V, **options)
-        wanted = function(student, teacher, target, **options)
+        loss = function(padded[0], padded[1], target, num_classes=V, **more)
+        wanted = function(student, teacher, target, **more)
         torch.testing.assert_close(loss, wanted)
         x, *of_head = torch.autograd.grad(loss, padded[0])
         torch.testing.assert_close([x, *(grad[:V] for grad in of_head)], [*torch.autograd.grad(wanted, student)])
         assert all((grad[V:] == 0).all() for grad in of_head)
         with torch.no_grad():
-            torch.testing.assert_close(function(*padded, target, num_classes=V, **options), wanted)
+            torch.testing.assert_close(function(*padded, target, num_classes=V, **more), wanted)
 
 
 def test_there_is_no_second_derivative(device):

@@ -64,6 +64,56 @@ def test_a_mask(device, way, dtype):
     torch.testing.assert_close(loss, way(x, head, target.masked_fill(~mask, -100)))
 
 
+def of_two_heads(x, head, target, **options):
+    return xent_ops.linear_distillation_loss(x, head, x.detach().flip(1), head.detach(), target=target, **options)
+
+
+def of_two_logits(x, head, target, **options):
+    logits = x @ head.t()
+    return xent_ops.distillation_loss(logits, logits.detach().flip(1), target=target, **options)
+
+
+def top_k(x, head, target, tail=True, **options):
+    ids = torch.where(target == -100, -100, torch.stack([target, target + 1, target + 2]) % V).movedim(0, -1)
+    return xent_ops.top_k_distillation_loss(x @ head.t(), ids, torch.full_like(x[..., :3], 0.2), tail=tail, **options)
+
+
+def linear_top_k(x, head, target, tail=True, **options):
+    ids = torch.where(target == -100, -100, torch.stack([target, target + 1, target + 2]) % V).movedim(0, -1)
+    probs = torch.full_like(x[..., :3], 0.2)
+    return xent_ops.linear_top_k_distillation_loss(x, head, ids, probs, tail=tail, **options)
+
+
+def in_forward(x, head, target, **options):
+    return of_logits(x, head, target, grad_in_forward=True, **options)
+
+
+ALL = (linear, of_logits, outputs, in_forward, of_two_heads, of_two_logits, top_k, linear_top_k)
+
+
+def assert_nan(way, step, x, head, target, zeros):
+    loss, counted = step(x, head, target, token_weight=zeros), target != -100
+    of_x, of_head = torch.autograd.grad(loss, (x, head))
+    assert loss.isnan() and of_head.isnan().all(), way
+    assert of_x[counted].isnan().all() and (of_x[~counted] == 0).all(), way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_mean_of_weights_that_are_all_0(device, dtype):
+    """As F.cross_entropy with class weights of 0: loss and gradients of counted rows are NaN, those of others 0."""
+    for way in ALL:
+        x, head, target, factors = problem(device, dtype)
+        for zeros in (factors * 0, (factors * 0).bool()):
+            assert_nan(way, way, x, head, target, zeros)
+
+
+def test_a_mean_of_weights_that_are_all_0_compiled(device):
+    for way in ALL:
+        torch.compiler.reset()
+        x, head, target, factors = problem(device, torch.float32)
+        assert_nan(way, torch.compile(way, backend="aot_eager", fullgraph=True), x, head, target, factors * 0)
+
+
 @pytest.mark.parametrize("skip_ignored", [False, True])
 def test_three_products(device, skip_ignored):
     x, head, target, factors = problem(device, torch.float32)

@@ -88,7 +88,10 @@ def bound(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record], ch
 
 
 def report(record: Any) -> dict[str, Any]:
-    """The values that all ranks must agree on, by name. "shard" holds this rank's classes. Reads the target."""
+    """The values that all ranks must agree on, by name. Reads the target.
+
+    "shard" holds this rank's classes. "teacher rows" has the sum of each row of its teacher's head, to tell them apart.
+    """
     facts: dict[str, Any] = {}
     for field, value in record._asdict().items():
         value = value.agreed() if hasattr(value, "agreed") else value
@@ -102,6 +105,8 @@ def report(record: Any) -> dict[str, Any]:
             name, agreed = _TENSORS[field]
             facts[name] = None if value is None else "a tensor"
             facts |= {what: None if value is None else of(value) for what, of in agreed.items()}
+            if field == "teacher_weight":
+                facts["teacher rows"] = value.detach().sum(1, dtype=torch.float64).cpu()
         elif field == "rows":  # arguments of a user's token loss
             facts["the number of rows"] = len(value)
             for i, row in enumerate(value):
@@ -119,7 +124,7 @@ def _compare(reports: list[dict[str, Any]]) -> str | None:
         return "; ".join(errors)
     first = reports[0]
     for name, value in first.items():
-        if name == "shard":
+        if name in ("shard", "teacher rows"):
             continue
         for rank, report in enumerate(reports):
             if isinstance(value, Tensor):
@@ -136,6 +141,9 @@ def _compare(reports: list[dict[str, Any]]) -> str | None:
                 return (
                     f"{name} is {value} on rank 0 but {report[name]} on rank {rank}; it must be the same on every rank"
                 )
+    problem = _teacher_of_every_rank([report["teacher rows"] for report in reports if "teacher rows" in report])
+    if problem is not None:
+        return problem
     end = 0
     for rank, (start, size) in sorted(((r, report["shard"]) for r, report in enumerate(reports)), key=lambda s: s[1]):
         if size and start != end:
@@ -144,3 +152,17 @@ def _compare(reports: list[dict[str, Any]]) -> str | None:
         end += size
     num_classes = first["num_classes"]
     return None if end == num_classes else f"the shards end at class {end}, not at num_classes={num_classes}"
+
+
+def _teacher_of_every_rank(row_sums: list[Tensor]) -> str | None:
+    """Nobody says how many classes the teacher has where ``classes`` names the student's. Its whole head on each rank
+    would count each class once a rank. Rows that are all equal say nothing.
+    """
+    for rank, sums in enumerate(row_sums):
+        for other in range(rank):
+            if sums.numel() > 0 and not bool((sums == sums[0]).all()) and torch.equal(sums, row_sums[other]):
+                return (
+                    f"the teacher's head has the same {len(sums)} rows on ranks {other} and {rank}; each rank passes "
+                    "its own slice of the teacher's classes, and classes= names rows of that slice"
+                )
+    return None

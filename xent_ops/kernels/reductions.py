@@ -40,6 +40,15 @@ def divisor_of(target_weight: Tensor, target: Tensor, ignore_index: int, token_w
     return torch.stack([target_weight.sum(), is_counted(target, ignore_index).sum().to(dtype)])
 
 
+def weights_of_mean(token_weight: Tensor, divisor: Tensor) -> Tensor:
+    """The token weights, all NaN for a divisor of 0. The mean is NaN then, and so must be its gradients: ``times``
+    would mask them, since the rows' weights are 0.
+    """
+    if not token_weight.is_floating_point():
+        token_weight = token_weight.to(divisor.dtype)
+    return torch.where(divisor == 0.0, float("nan"), token_weight)
+
+
 def times(values: Tensor, factors: Tensor | None) -> Tensor:
     """The values of rows times their ``counted_weights``; 0 where the weight is 0, even if the value is NaN."""
     return values if factors is None else torch.where(factors == 0.0, 0.0, values * factors)
@@ -66,6 +75,9 @@ def reduce_rows(
     """
     ignore_index, factors = loss.row_options.ignore_index, None
     if token_weight is not None:
+        if loss.reduction == "mean":
+            assert divisors is not None
+            token_weight = weights_of_mean(token_weight, divisors[0])
         factors = counted_weights(token_weight, target, ignore_index, row_loss.dtype)
     row_loss, z_loss = times(row_loss, factors), None
     if loss.lse_square_scale != 0.0:
