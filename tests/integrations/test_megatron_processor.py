@@ -90,7 +90,7 @@ def test_compiled():
 
 
 def test_hooks_of_frameworks():
-    """The code of docs/integrations.md with the arguments that verl, and NeMo-RL and SkyRL, pass."""
+    """The code of docs/integrations.md with the arguments that verl, NeMo-RL and SkyRL pass."""
     page = Path(__file__).parents[2] / "docs" / "integrations.md"
     (code,) = re.findall(r"^```py\n((?:(?!^```).)*?def fused_output_processor.*?)^```$", page.read_text(), re.S | re.M)
     names = {"xent_ops": xent_ops, "output_processor": output_processor, "CausalLMOutputForPPO": SimpleNamespace}
@@ -102,9 +102,12 @@ def test_hooks_of_frameworks():
     found = make()(*inputs, labels=labels, **hook)
     cases.assert_close((found.log_probs, found.entropy), (log_probs, entropy), 1e-5)
 
-    (log_probs, _, _), _ = processors.by_logits(make(), (inputs, inputs[0].roll(-1, -1), mask))
-    hook = {"output_processor": names["next_token_log_probs"], "output_processor_context": {"logit_scale": 1 / 0.7}}
-    cases.assert_close(make()(*inputs, labels=inputs[0], **hook), log_probs[:, :-1], 1e-5)
+    shifted, context = inputs[0].roll(-1, -1), {"output_processor_context": {"logit_scale": 1 / 0.7}}
+    (log_probs, _, _), _ = processors.by_logits(make(), (inputs, shifted, mask))
+    found = make()(*inputs, labels=inputs[0], output_processor=names["nemo_log_probs"], **context)
+    cases.assert_close(found, log_probs[:, :-1], 1e-5)
+    found = make()(*inputs, labels=shifted, output_processor=names["skyrl_log_probs"], **context)
+    cases.assert_close(found, log_probs, 1e-5)
 
 
 def test_what_is_refused():
