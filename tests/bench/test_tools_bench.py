@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.processes import run_python
 
 import xent_ops
-from tools.bench import divergences, heads, losses, model, tokens, top_k, trainers
+from tools.bench import divergences, heads, lengths, losses, model, tokens, top_k, trainers
 from tools.bench.__main__ import main
 from xent_ops.bench import check, contestants, timing
 from xent_ops.bench.arguments import Shape
@@ -325,6 +325,44 @@ def test_the_check_of_a_whole_step_sees(dtype, uncompiled):
     whole = (value, *torch.autograd.grad(value, (problem.early, problem.matrix)))  # the gradients are those of training
     for expected, actual in zip(problem.expected({}), whole, strict=True):
         torch.testing.assert_close(expected, actual, check_dtype=False, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("pieces", [1.0, 1.1, 1.4])
+@pytest.mark.parametrize("limit", [2**34, 10**11])
+def test_the_longest_sequence(limit, pieces):
+    """Within 4 %, in a few steps, where memory is in pieces too. A step that takes too long is not tried."""
+    tried = []
+
+    def probe(tokens):
+        tried.append(tokens)
+        peak = 10**10 + 300_000 * tokens
+        fits = 10**10 + 300_000 * tokens * pieces <= limit or len(tried) <= 2
+        return lengths.Probe(tokens, peak if fits else None, 1e-5 * tokens + 1e-9 * tokens**2)
+
+    fits = [probe(2048), probe(4096)]
+    found, true = lengths.longest(probe, fits, limit, 10.0), (limit - 10**10) / 300_000
+    if found.tried:
+        assert 0.95 * true / pieces <= found.tokens <= true / pieces and len(tried) <= 11, tried
+    else:
+        assert 0.99 * true <= found.tokens <= true and 1e-9 * true**2 > 5.0
+    assert found.tried == (limit == 2**34) and max(tried) < 100_000
+
+
+def test_no_sequence_fits():
+    fits = [lengths.Probe(2048, 2 * 10**9, 0.1), lengths.Probe(4096, 3 * 10**9, 0.1)]
+    assert lengths.longest(lambda tokens: lengths.Probe(tokens, None, 0.1), fits, 10**9, 10.0) == (0, True)
+
+
+def test_ways_of_a_long_sequence_have_one_loss():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    size = model.DEFAULTS["cpu"] | model.sizes(TINY) | {"batch": 1}
+    llama, batch, found = lengths.make(size, CPU).float(), torch.randint(64, (1, 9)), {}
+    for name in ("untouched", "TRL", "use_xent"):
+        if name != "TRL" or importlib.util.find_spec("trl"):
+            loss = lengths.WAYS[name](llama)(batch)
+            found[name] = (loss, torch.autograd.grad(loss, llama.lm_head.weight)[0])
+    for other in found.values():
+        torch.testing.assert_close(other, found["untouched"])
 
 
 @pytest.mark.parametrize(

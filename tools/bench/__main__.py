@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from xent_ops.bench import run
-from xent_ops.bench.arguments import add_common, positive, positives, shapes
+from xent_ops.bench.arguments import add_common, positive, positives, shapes, writable_path
 
-from . import divergences, heads, host, launches, losses, megatron, model, ranks, tokens, top_k, trainers
+from . import divergences, heads, host, launches, lengths, losses, megatron, model, ranks, tokens, top_k, trainers
 
 LOGITS, HEADS = "8192x32000,4096x128256", "8192x128256"
 CHUNKS: dict[str, Any] = {"type": positives, "metavar": "ROWS,...", "help": "a line of ours for each size of chunks"}
@@ -65,6 +65,14 @@ def parser() -> argparse.ArgumentParser:
     found = table("model", model.tables, "whole training steps of a Llama of transformers")
     found.add_argument("sizes", type=model.sizes, nargs="?", default="", help=f"KEY=N,... of {', '.join(model.KEYS)}")
     found.set_defaults(eager=True)  # a step launches more than a graph is captured for
+    text = "the most tokens of a training step of a Llama, by the memory of a card"
+    found = commands.add_parser("lengths", help=text, description=lengths.__doc__)
+    found.add_argument("sizes", type=model.sizes, nargs="?", default="", help=f"KEY=N,... of {', '.join(model.KEYS)}")
+    found.add_argument("--classes", type=positives, default="128256,256000", metavar="CLASSES,...", help="a table each")
+    found.add_argument("--memory", type=positives, default="24,80,140", metavar="GIB,...", help="cards (24,80,140)")
+    found.add_argument("--seconds", type=positive, default=5, help="the longest step that is tried (5)")
+    found.add_argument("--json", type=writable_path, metavar="FILE", help="write the tables")
+    found.set_defaults(run=lengths.main, parser=found)
     found = table("ranks", ranks.losses, "the loss of a vocabulary split over ranks", HEADS)
     found.add_argument(
         "--alone", type=positive, metavar="RANKS", help="one process: a rank of so many, nothing is sent"
