@@ -22,6 +22,16 @@ MASKED = pytest.mark.parametrize("options", [{}, {"loss_mask": True}], ids=["row
 
 
 @MASKED
+@pytest.mark.parametrize("name", ["calculate_per_token_loss", "mtp_detach_heads", "mtp_use_repeated_layer"])
+def test_options_of_multi_token_prediction(name, options):
+    if not hasattr(TransformerConfig, name):
+        pytest.skip(f"{name} is not in this Megatron-Core")
+    want, model = make(mtp_num_layers=2, **{name: True}), make(mtp_num_layers=2, **{name: True})
+    use_xent(model, **options)
+    cases.assert_close(one_step(model), one_step(want))
+
+
+@MASKED
 def test_multi_token_prediction_of_packed_sequences(monkeypatch, options):
     """Megatron shifts labels and masks within each sequence."""
     theirs = DotProductAttention.forward
