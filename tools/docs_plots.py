@@ -59,11 +59,16 @@ HEADS = {
     "Liger-Kernel": "Liger-Kernel",
     "cut-cross-entropy": "cut-cross-entropy",
 }
+# A model's own call, in eager and by the best way of compiling it that the table has.
+COMPILED = ("layers compiled", "compiled as a whole")
+STEPS = {"`use_xent`, {}": "xent_ops, {}", "untouched, {}": "untouched, {}"}
 SHAPE = "8192 x 32000"
 
 # The title of each panel of the overview, and the format of its numbers. Each panel is its own picture: two stand side
 # by side, and a phone shows one under the other.
 PANELS = {
+    "step-time": ("A whole model: time of a step in ms", "{:.0f}"),
+    "step-memory": ("A whole model: peak memory in MiB", "{:.0f}"),
     "loss-time": ("The loss: time in ms", "{:.2f}"),
     "loss-memory": ("The loss: peak memory, in sizes of the logits", "{:.0f}"),
     "head-time": ("Head and loss: time in ms", "{:.1f}"),
@@ -85,7 +90,12 @@ def figures(text: str) -> dict[str, Any]:
     header, heads = next(table for table in found if "H200, ms" in table[0])
     time, peak = header.index("H200, ms"), header.index("peak MiB")
     column = shapes.index(SHAPE)
+    _, steps = next(table for table in found if "`use_xent`, eager" in table[1])
+    compiled = next(way for way in COMPILED if f"`use_xent`, {way}" in steps)
+    ways = {name.format(way): label.format(way) for way in ("eager", compiled) for name, label in STEPS.items()}
     return {
+        "step-time": {label: number(steps[name][0]) for name, label in ways.items()},
+        "step-memory": {label: number(steps[name][1]) for name, label in ways.items()},
         "loss-time": {label: number(row(times, name)[column]) for name, label in LOSSES.items()},
         "loss-memory": {label: peaks[name] for name, label in LOSSES.items()},
         "head-time": {label: number(row(heads, name)[time]) for name, label in HEADS.items()},

@@ -256,17 +256,6 @@ def short(ratio, digits=2):
     return "1" if text == "1.0" else text.removeprefix("0")
 
 
-def test_a_training_step_is_measured():
-    (percent,) = re.findall(r"\| training step [^|]*\| the same \| (\d+) % less \|", README)
-    theirs, ours = next(
-        (rows["F, compiled"], rows["found head"])
-        for _, rows in MEASURED
-        if {"F, compiled", "found head"} <= rows.keys()
-    )
-    assert float(ours[0]) == pytest.approx(float(theirs[0]), rel=0.03)
-    assert round(100 * (1 - float(ours[2]) / float(theirs[2]))) == int(percent)
-
-
 def table_of(*names):
     """The first table with these rows. Their cells by the header's names; a row's name may end in a version."""
     for header, rows in MEASURED:
@@ -284,34 +273,31 @@ def test_the_readme_s_head_is_measured():
     )
     matmuls, ours, theirs, wide, *others = table_of(*names, "Liger-Kernel", "cut-cross-entropy")
     logits, gradients = (2 * numbers / 2**20 for numbers in (8192 * 128256, (8192 + 128256) * 4096))
-    assert f"{logits:,.0f} MiB of logits" in README and f"{gradients:,.0f} MiB of gradients" in README
-    assert f"matrix multiplications alone take {matmuls['H200, ms']} ms" in README
+    assert f'"All logits" are {logits:,.0f} MiB' in README
+    assert f"three matrix multiplications alone take {matmuls['H200, ms']} ms" in README
     liger, cut = (short(float(line["ratio"]), 1) for line in others)
     assert f"take {liger} and {cut} times as long" in README
-    assert f"2-norm is {ours['dW error']}, and {theirs['dW error']} with all logits" in README
-    assert f"gives {wide['dW error']} too" in README and wide["peak MiB"] == theirs["peak MiB"]
-    assert float(ours["H200, ms"]) == pytest.approx(float(theirs["H200, ms"]), rel=0.03)
-    share = round(float(theirs["peak MiB"]) / float(ours["peak MiB"]))
-    assert f"`F.cross_entropy` of all logits | the same | 1/{share} |" in README
-    assert f"| 8192 x 4096 x 128256 | {logits:.0f} | {2 * 2048 * 128256 / 2**20:.0f} |" in README
+    assert f"its error is {ours['dW error']}, and {theirs['dW error']} with all logits or" in README
+    assert wide["dW error"] == theirs["dW error"]
+    time, peak = (short(float(ours[name]) / float(theirs[name])) for name in ("H200, ms", "peak MiB"))
+    assert f"`F.cross_entropy` of all logits | {time} | {peak} |" in README
     assert float(ours["peak MiB"]) - gradients == pytest.approx(2 * 2048 * 128256 / 2**20, abs=1.1)
 
 
 def test_the_readme_s_chunks_are_measured():
     chunks = table_of("one chunk, the default", "`chunk_rows=1024`", "`chunk_rows=512`")
     default, half, quarter = (float(line["ratio"]) for line in chunks)
-    longer = (f"{100 * (ratio / default - 1):.0f} %" for ratio in (half, quarter))
-    assert "Half a default chunk takes {} longer, a quarter {}.".format(*longer) in README
+    assert f"half a chunk takes {100 * (half / default - 1):.0f} % longer" in README and quarter > half
 
 
 def test_the_readme_s_shares_are_measured():
     ours, theirs = table_of("ours, eager", "formulas of speculators, compiled")
-    time = short(float(ours["ms"]) / float(theirs["ms"]))
-    assert (
-        f"formulas of all logits | {time} | 1/{round(float(theirs['peak MiB']) / float(ours['peak MiB']))} |" in README
-    )
+    time, peak = (short(float(ours[name]) / float(theirs[name])) for name in ("ms", "peak MiB"))
+    assert f"formulas of all logits | {time} | {peak} |" in README
     skipping, all_rows = (float(line["50 %"]) for line in table_of("`skip_ignored=True`", "all rows computed"))
-    assert f"against ours without it | 1/{round(all_rows / skipping)} |" in README
+    text = " ".join(docs_plots.BENCHMARKS.read_text().split())
+    peaks = re.search(r"Peak memory (\d+) MiB, and (\d+) with `skip_ignored=True`", text)
+    assert f"against ours without it | {short(skipping / all_rows)} | {int(peaks[2]) / int(peaks[1]):.2f} |" in README
 
 
 def test_the_readme_s_head_of_megatron_is_measured():
@@ -321,30 +307,25 @@ def test_the_readme_s_head_of_megatron_is_measured():
     for place, name in ((2, "unfused loss, the default"), (3, "fused loss")):
         shares = [short(found[0] / found[place]) for found in (times, peaks)]
         assert f"against its {name} | {shares[0]} | {shares[1]} |" in README
-    plain = " and ".join(short(times[1] / times[place]) for place in (2, 3))
-    assert f"Without `loss_mask=True` Megatron's head and loss take {plain} of those times" in README
 
 
 def test_the_readme_s_step_of_use_xent_is_measured():
-    rows = next(rows for header, rows in MEASURED if header == ["untouched", "`use_xent(model)`"])
-    for mode, cells in rows.items():
-        (their_ms, their_mib), (our_ms, our_mib) = (map(float, re.findall(r"[\d.]+", cell)) for cell in cells)
-        assert f"{mode} | {short(our_ms / their_ms)} | {short(our_mib / their_mib)}" in README
-        in_mib = f"{our_mib:,.0f} MiB instead of {their_mib:,.0f}, and {our_ms:.0f} ms instead of {their_ms:.0f}"
-        assert (in_mib if mode == "eager" else f"({our_mib:,.0f} of {their_mib:,.0f} MiB)") in README
+    ours, theirs = table_of("`use_xent`, eager", "untouched, eager")
+    time, peak = (short(float(ours[name]) / float(theirs[name])) for name in ("ms", "peak MiB"))
+    assert f"4 x 4096 tokens, eager | {time} | {peak} |" in README
 
 
 @pytest.mark.parametrize(
-    ("first_shape", "lines", "classes", "digits", "says"),
+    "way, name, label",
     [
-        ("8192 x 32000", ("xent eager", "F eager"), 262144, 2, "`F.cross_entropy` in eager mode | {} to {}"),
-        ("8192 x 32000", ("xent compiled", "F compiled"), 262144, 2, "compiled `F.cross_entropy` | {} to {}"),
-        ("50000 x 2", ("F eager", "xent eager"), 128, 1, "2 to 128 classes, it takes {} to {} of our time"),
+        ("eager", "F eager", "F.cross_entropy` in eager mode"),
+        ("compiled", "F compiled", "the same, against compiled `F.cross_entropy`"),
     ],
 )
-def test_the_readme_s_ranges_are_measured(first_shape, lines, classes, digits, says):
-    """The ratio of two lines, over the columns of at most so many classes."""
-    header, rows = next(table for table in MEASURED if table[0][0] == first_shape and set(lines) <= table[1].keys())
-    columns = zip(header, *(map(docs_plots.number, rows[line]) for line in lines), strict=True)
-    found = [one / other for shape, one, other in columns if one and other and int(shape.split(" x ")[1]) <= classes]
-    assert says.format(short(min(found), digits), short(max(found), digits)) in README
+def test_the_readme_s_loss_is_measured(way, name, label):
+    shapes, rows = next(table for table in MEASURED if docs_plots.SHAPE in table[0] and "8192 x 50257" in table[0])
+    column = shapes.index(docs_plots.SHAPE)
+    ours, theirs = (docs_plots.number(rows[line][column]) for line in (f"xent {way}", name))
+    peaks = docs_plots.figures(docs_plots.BENCHMARKS.read_text())["loss-memory"]
+    peak = peaks["xent_ops"] / peaks["F.cross_entropy" if way == "eager" else "F.cross_entropy, compiled"]
+    assert f"{label} | {short(ours / theirs)} | {short(peak)} |" in README
