@@ -144,7 +144,8 @@ class DivergenceFunction(DivergenceRows, UserFunction):
         fields = dict(zip([_NAMES[i] for i in self._read_values], read_values, strict=True))
         constants = dict(zip(_TOPS, of.tops.unbind(), strict=True)) if self.with_tops else {}
         if "coverage" in self.read:
-            constants["coverage"] = (of.statistics[1] - of.statistics[6]).exp()
+            lse, lse_of_all, low, low_of_all = (of.statistics[i] for i in (1, 6, 8, 10))
+            constants["coverage"] = ((lse - lse_of_all) + (low - low_of_all)).exp()
         counted = is_counted(target, self.ignore_index)
         return fields | {name: torch.where(counted, constant, 0.0) for name, constant in constants.items()}
 

@@ -310,8 +310,8 @@ def token_log_probs(
     target, ids = target_and_ids(target, input.dim() - 1, rows.ignore_index)
     if ids is not None:
         ids_args = (logits, ids, True, batch_invariant)
-        loss_or_at_ids, lse, entropy = differentiable("token_logits", *ids_args, **rows.keywords())
+        loss_or_at_ids, lse, entropy, low = differentiable("token_logits", *ids_args, **rows.keywords())
     else:
         row_args = (logits, target, None, False, True, batch_invariant)
-        loss_or_at_ids, lse, _, entropy, _ = differentiable("cross_entropy_forward", *row_args, **rows.keywords())
-    return log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, rows.ignore_index)
+        loss_or_at_ids, lse, _, entropy, low = differentiable("cross_entropy_forward", *row_args, **rows.keywords())
+    return log_probs_of_rows(loss_or_at_ids, lse, entropy, low, ids, rows.ignore_index)

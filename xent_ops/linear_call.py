@@ -129,13 +129,13 @@ def cross_entropy(call: LinearCall) -> Tensor:
     return composite.loss_of_head(*args, head.accumulate_dtype, chunking, call.loss)
 
 
-def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses of rows or x of their ids, lse, entropy) of plain tensors. ``mask_ids``: lse of the other classes."""
+def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses of rows or x of their ids, lse, entropy, lse_low). ``mask_ids``: lse of the other classes."""
     head, options = call.head, call.loss.row_options
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
     if call.ids is not None:
         head_args = (call.input, head.weight, call.ids, head.bias)
         return differentiable("linear_token_logits", *head_args, with_entropy, mask_ids, **keywords)
     args = (call.input, head.weight, call.target, head.bias, None, False, with_entropy)
-    loss, lse, _, entropy, _ = differentiable("linear_cross_entropy_forward", *args, **keywords)
-    return loss, lse, entropy
+    loss, lse, _, entropy, low = differentiable("linear_cross_entropy_forward", *args, **keywords)
+    return loss, lse, entropy, low

@@ -135,24 +135,26 @@ def outputs_of_rows(
     )
 
 
-def log_probs_of_ids(at_ids: Tensor, lse: Tensor, ids: Tensor, ignore_index: int) -> Tensor:
+def log_probs_of_ids(at_ids: Tensor, lse: Tensor, low: Tensor, ids: Tensor, ignore_index: int) -> Tensor:
     """(..., K), from x of the ids; 0 for ignored ids."""
-    return torch.where(is_counted(ids, ignore_index), at_ids - lse.unsqueeze(-1), 0.0)
+    log_probs = (at_ids - lse.unsqueeze(-1)) - low.unsqueeze(-1)
+    return torch.where(is_counted(ids, ignore_index), log_probs, 0.0)
 
 
 def log_probs_of_rows(
-    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, ids: Tensor | None, ignore_index: int
+    loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, low: Tensor, ids: Tensor | None, ignore_index: int
 ) -> TokenLogProbs:
     """``loss_or_at_ids``: losses, or with several classes per row (ids) x of each."""
-    log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, ids, ignore_index)
+    log_probs = -loss_or_at_ids if ids is None else log_probs_of_ids(loss_or_at_ids, lse, low, ids, ignore_index)
     return TokenLogProbs(log_probs, entropy, lse)
 
 
 def top_k_of_rows(values: Sequence[Tensor], target: Tensor | None, k: int, ignore_index: int) -> TopK:
-    """From x of the ids, the ids, lse, entropy and rank. The target is the last of the ids."""
-    at_ids, ids, lse, entropy, rank = values
+    """From x of the ids, the ids, lse, entropy, rank and lse_low. The target is the last of the ids."""
+    at_ids, ids, lse, entropy, rank, low = values
     if target is None:
-        return TopK(at_ids - lse.unsqueeze(-1), ids, lse, entropy, None, None)
-    log_probs, counted = log_probs_of_ids(at_ids, lse, ids, DEFAULTS.ignore_index), is_counted(target, ignore_index)
+        return TopK((at_ids - lse.unsqueeze(-1)) - low.unsqueeze(-1), ids, lse, entropy, None, None)
+    log_probs = log_probs_of_ids(at_ids, lse, low, ids, DEFAULTS.ignore_index)
+    counted = is_counted(target, ignore_index)
     lse = torch.where(counted, lse, float("inf"))
     return TopK(log_probs[..., :k], ids[..., :k], lse, entropy, log_probs[..., k], rank)

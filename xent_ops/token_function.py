@@ -51,7 +51,8 @@ class TokenFunction(UserFunction):
             if part.ids is not None:
                 row_values[-1] = part.ids
             loss_or_at_ids = statistics.loss if statistics.at_ids is None else statistics.at_ids
-            fields = self._fields(loss_or_at_ids, statistics.lse, statistics.entropy, row_values)
+            row_statistics = (statistics.lse, statistics.entropy, statistics.lse_low)
+            fields = self._fields(loss_or_at_ids, *row_statistics, row_values)
 
             def token_values(*leaves: Tensor) -> Tensor:
                 return self._call(dict(zip(fields, leaves, strict=True)), row_values, part.target)
@@ -75,21 +76,21 @@ class TokenFunction(UserFunction):
         return upstream
 
     def all_stats(
-        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor
+        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, low: Tensor, target: Tensor
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """``loss_or_at_ids``: losses, of the target's shape, or x of the ids, with K as an additional dimension."""
         rows, lse = self._rows(self.number), lse.reshape(-1)
         loss_or_at_ids = loss_or_at_ids.reshape(self.number, *loss_or_at_ids.shape[target.dim() :])
         # The gradient of an ignored row's lse may be NaN. The row operators leave out those of losses and entropies.
         lse = torch.where(is_counted(target, self.ignore_index).reshape(-1), lse, lse.detach())
-        return self._fields(loss_or_at_ids, lse, entropy.reshape(-1), rows), rows
+        return self._fields(loss_or_at_ids, lse, entropy.reshape(-1), low.reshape(-1), rows), rows
 
     def _fields(
-        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, rows: Sequence[Tensor]
+        self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, low: Tensor, rows: Sequence[Tensor]
     ) -> dict[str, Tensor]:
         """For tokens, (n,) or (n, K). The backward reads lse and entropy, and fn may write to what it gets: copies."""
         ids = rows[-1] if self.several else None
-        log_probs = log_probs_of_rows(loss_or_at_ids, lse, entropy, ids, self.ignore_index).log_probs
+        log_probs = log_probs_of_rows(loss_or_at_ids, lse, entropy, low, ids, self.ignore_index).log_probs
         fields = {"log_probs": log_probs, "lse": lse.clone() if "lse" in self.read else lse}
         return {**fields, "entropy": entropy.clone()} if self.reads_entropy else fields
 

@@ -169,13 +169,13 @@ def token_loss(
     function = TokenFunction(fn, rows, target, options.ignore_index, accumulator(input), ids, learned=(input,))
     if ids is not None:
         ids_args = (logits, ids, function.reads_entropy)
-        loss_or_at_ids, lse, entropy = differentiable("token_logits", *ids_args, **options.keywords())
+        loss_or_at_ids, lse, entropy, low = differentiable("token_logits", *ids_args, **options.keywords())
     else:
         row_args = (logits, target, None, False, function.reads_entropy)
-        loss_or_at_ids, lse, _, entropy, _ = differentiable("cross_entropy_forward", *row_args, **options.keywords())
+        loss_or_at_ids, lse, _, entropy, low = differentiable("cross_entropy_forward", *row_args, **options.keywords())
     if check:
-        function.check(loss_or_at_ids, lse, entropy, target)
+        function.check(loss_or_at_ids, lse, entropy, low, target)
     if reduction == "mean":
         divisor = rows_counted(target, None, options.ignore_index, function.dtype)
-    values = function.all_values(loss_or_at_ids, lse, entropy, target)
+    values = function.all_values(loss_or_at_ids, lse, entropy, low, target)
     return function.sum(values, target, divisor)

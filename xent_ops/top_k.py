@@ -53,8 +53,8 @@ def top_k(
     checks.top_k(k, logits.shape[-1])
     ids, rank = choose(logits.detach(), k, target, options)
     flags = {"with_entropy": True, "batch_invariant": batch_invariant}
-    at_ids, lse, entropy = differentiable("token_logits", logits, ids, **flags, **of_ids(options).keywords())
-    return top_k_of_rows((at_ids, ids, lse, entropy, rank), target, k, options.ignore_index)
+    at_ids, lse, entropy, low = differentiable("token_logits", logits, ids, **flags, **of_ids(options).keywords())
+    return top_k_of_rows((at_ids, ids, lse, entropy, rank, low), target, k, options.ignore_index)
 
 
 @arguments.named

@@ -52,19 +52,22 @@ class TopKLoss(TokenRows):
 
         def upstream(statistics: RowStatistics, part: RowRange) -> RowGradients:
             row_values = [part.of(row) for row in rows]
-            loss, grad_ids, grad_lse = self._losses(statistics.at_ids, statistics.lse, part.ids, *row_values)
+            row_args = (statistics.at_ids, statistics.lse, statistics.lse_low, part.ids)
+            loss, grad_ids, grad_lse = self._losses(*row_args, *row_values)
             values.append((loss, part.target))
             return RowGradients(grad_lse, grad_lse / divisor, grad_ids=grad_ids / divisor)  # ignored rows are not read
 
         return upstream
 
-    def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, target: Tensor) -> Tensor:
+    def all_values(self, loss_or_at_ids: Tensor, lse: Tensor, entropy: Tensor, low: Tensor, target: Tensor) -> Tensor:
         *rows, ids = self._rows(self.number)
-        return self._losses(loss_or_at_ids.reshape(ids.shape), lse.reshape(-1), ids, *rows)[0]
+        return self._losses(loss_or_at_ids.reshape(ids.shape), lse.reshape(-1), low.reshape(-1), ids, *rows)[0]
 
-    def _losses(self, at_ids: Any, lse: Tensor, ids: Any, probs: Tensor, token_weight: Tensor | None = None) -> Any:
+    def _losses(
+        self, at_ids: Any, lse: Tensor, low: Tensor, ids: Any, probs: Tensor, token_weight: Tensor | None = None
+    ) -> Any:
         """(losses, their derivatives by at_ids, and by lse) of n rows."""
-        args = (at_ids, lse, ids, probs, token_weight, self.mask_ids)
+        args = (at_ids, lse, ids, probs, token_weight, self.mask_ids, low)
         return differentiable("top_k_distillation", *args, **self.options)
 
 
@@ -230,8 +233,8 @@ def top_k_distillation_loss(
         token_weight = weights_of_mean(token_weight, divisor)
     function = TopKLoss(target, ids, probs, tail, token_weight, loss, dtype)
     keywords = {"mask_ids": tail, **options.keywords()}
-    at_ids, lse, entropy = differentiable("token_logits", arguments.classes_last(input, -1), ids, **keywords)
-    values = function.all_values(at_ids, lse, entropy, target)
+    at_ids, lse, entropy, low = differentiable("token_logits", arguments.classes_last(input, -1), ids, **keywords)
+    values = function.all_values(at_ids, lse, entropy, low, target)
     if reduction == "none":
         return values.view(target.shape)
     return function.sum(values, target, divisor)

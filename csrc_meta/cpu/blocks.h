@@ -31,6 +31,7 @@ struct Gradient {
 template <class A>
 struct Divergence {
   A lse, teacher_lse, hard_lse, overlap_lse;
+  A low, teacher_low, hard_low, overlap_low;  // what the rounding of these took: log s_j = (x_j - lse) - low
   A reverse_kl, student_kl, lower_mass;   // KL(s || t), KL(s || m), the sum of the s_j with log s_j <= log t'_j
   A coefficients[kFields];                // one a Field
   A share, log_share, log_teacher_share;  // 1 - beta, log(1 - beta), log(beta)

@@ -37,8 +37,9 @@ void fold(PairTotals& totals, PairTotals next) {
 // The statistics, in their order.
 template <class A>
 constexpr A Divergence<A>::* kStatistic[] = {
-    &Divergence<A>::lse,        &Divergence<A>::teacher_lse, &Divergence<A>::reverse_kl, &Divergence<A>::student_kl,
-    &Divergence<A>::lower_mass, &Divergence<A>::hard_lse,    &Divergence<A>::overlap_lse};
+    &Divergence<A>::lse,         &Divergence<A>::teacher_lse, &Divergence<A>::reverse_kl,  &Divergence<A>::student_kl,
+    &Divergence<A>::lower_mass,  &Divergence<A>::hard_lse,    &Divergence<A>::overlap_lse, &Divergence<A>::low,
+    &Divergence<A>::teacher_low, &Divergence<A>::hard_low,    &Divergence<A>::overlap_low};
 
 template <class A>
 class Pair {
@@ -120,10 +121,15 @@ class Pair {
     const double log_total = std::log(totals.total), teacher_log_total = std::log(totals.teacher_total);
     const double hard_log_total = std::log(hard_sums.total), ratio = log_total - teacher_log_total;
     Divergence<A> state = constants();
-    state.lse = A(totals.pivot + log_total);
-    state.teacher_lse = A(totals.teacher_pivot + teacher_log_total);
-    state.hard_lse = A(hard_sums.pivot() + hard_log_total);
+    const auto split = [](A& lse, A& low, double pivot, double log_sum) {
+      lse = A(pivot + log_sum);
+      low = A(lse_low(lse, pivot, log_sum));
+    };
+    split(state.lse, state.low, totals.pivot, log_total);
+    split(state.teacher_lse, state.teacher_low, totals.teacher_pivot, teacher_log_total);
+    split(state.hard_lse, state.hard_low, hard_sums.pivot(), hard_log_total);
     state.overlap_lse = teacher_lse == nullptr ? state.teacher_lse : teacher_lse[row];
+    state.overlap_low = teacher_lse == nullptr ? state.teacher_low : teacher_lse[student.rows + row];
     if (kl && student.classes > 0) values[kKl] = totals.kl / totals.teacher_total + ratio;
     if (reverse_kl && student.classes > 0) values[kReverseKl] = totals.reverse_kl / totals.total - ratio;
     if (log_prob && spec.all_classes) {

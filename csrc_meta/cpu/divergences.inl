@@ -47,15 +47,17 @@ void divergences(const Divergence<A>& arguments, bool mixture, bool overlap, con
   sums.overlap += add_parts<A>(block.n, [&, divergence = arguments](std::int64_t begin, std::int64_t end) ALWAYS_INLINE {
     V student_kl = {}, teacher_kl = {}, common = {}, lower_mass = {};
     for_vectors<A>(end - begin, [&](std::int64_t offset, int left) ALWAYS_INLINE {
-      const V log_s = read<V>(x + begin + offset, left) - divergence.lse, y_j = read<V>(y + begin + offset, left);
+      const V log_s = (read<V>(x + begin + offset, left) - divergence.lse) - divergence.low;
+      const V y_j = read<V>(y + begin + offset, left);
       if (mixture) {
-        const V log_t = y_j - divergence.teacher_lse, log_m = log_mixture(divergence, log_s, log_t);
+        const V log_t = (y_j - divergence.teacher_lse) - divergence.teacher_low;
+        const V log_m = log_mixture(divergence, log_s, log_t);
         const V s = exp(log_s), t = exp(log_t);
         student_kl += first_lanes(s == 0 ? V{} : s * (log_s - log_m), left, A(0));
         teacher_kl += first_lanes(t == 0 ? V{} : t * (log_t - log_m), left, A(0));
       }
       if (overlap) {
-        const V log_t = y_j - divergence.overlap_lse;
+        const V log_t = (y_j - divergence.overlap_lse) - divergence.overlap_low;
         const V lower = exp((log_s > log_t) | (log_t != log_t) ? log_t : log_s);  // min(s, t'), or NaN
         common += first_lanes(lower, left, A(0));
         lower_mass += first_lanes(log_s <= log_t ? lower : V{}, left, A(0));
@@ -81,7 +83,8 @@ void divergence_gradient_as(const Divergence<A>& arguments, const PairBlock<A>& 
     prefetch_next(block, j);
     const A* c = divergence.coefficients;
     const V z = read<V>(block.x + j, left), y_j = read<V>(block.y + j, left);
-    const V log_s = z - divergence.lse, log_t = y_j - divergence.teacher_lse, s = exp(log_s);
+    const V log_s = (z - divergence.lse) - divergence.low, s = exp(log_s);
+    const V log_t = (y_j - divergence.teacher_lse) - divergence.teacher_low;
     V d = {};
     if (c[kKl] != 0) d += c[kKl] * (s - exp(log_t));
     if (c[kReverseKl] != 0) d += c[kReverseKl] * tilted(s, log_s - log_t, divergence.reverse_kl);
@@ -90,11 +93,12 @@ void divergence_gradient_as(const Divergence<A>& arguments, const PairBlock<A>& 
       d += c[kMixture] * divergence.share * tilted(s, ratio, divergence.student_kl);
     }
     if (c[kOverlap] != 0) {
-      const V below = log_s <= y_j - divergence.overlap_lse ? splat(A(1)) : V{};
+      const V below = log_s <= (y_j - divergence.overlap_lse) - divergence.overlap_low ? splat(A(1)) : V{};
       d += c[kOverlap] * s * (below - divergence.lower_mass);
     }
     if (c[kLogProb] != 0) {
-      const V p = divergence.temperature == 1 ? s : exp(z * divergence.temperature - divergence.hard_lse);
+      const V hard = (z * divergence.temperature - divergence.hard_lse) - divergence.hard_low;
+      const V p = divergence.temperature == 1 ? s : exp(hard);
       d += c[kLogProb] * divergence.temperature * (divergence.hot - p);
     }
     if (divergence.softcap != 0) d *= 1 - (z * per_cap) * (z * per_cap);

@@ -130,7 +130,7 @@ void soft_backward(const Problem&, DType, Rows probabilities, const Upstream&, M
 
 // The divergences between a student and its teacher, in the order of values and of their upstream gradients.
 enum Field { kKl, kReverseKl, kMixture, kOverlap, kLogProb };
-constexpr int kFields = 5, kStatistics = 7;
+constexpr int kFields = 5, kStatistics = 11;
 
 // The logits of both, for the same rows: xent_ops/kernels/reference_divergences.py.
 struct Divergences {
@@ -144,7 +144,8 @@ struct Divergences {
 };
 
 // values: (kFields, N). statistics, joined: (kStatistics, N). joined: the statistics of all classes, for a slice's part
-// of mixture and overlap; or null. teacher_lse: (N,), of the teacher's probabilities in the overlap; null: its own.
+// of mixture and overlap; or null. teacher_lse: (2, N), of the teacher's probabilities in the overlap, and
+// its lse_low; null: its own.
 void divergences_forward(const Divergences&, Numbers teacher_lse, Numbers joined, MutableNumbers values,
                          MutableNumbers statistics, const Threads&);
 

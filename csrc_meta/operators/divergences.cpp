@@ -40,7 +40,7 @@ Two forward(const Tensor& logits, const Tensor& teacher_logits, const Tensor& ta
   const DivergenceOptions options{ignore_index, num_classes, beta,                temperature, softcap,
                                   logit_scale,  teacher_softcap, teacher_logit_scale, fields};
   checks::divergences(logits, teacher_logits, target, class_start, options);
-  checks::rows("teacher_lse", teacher_lse, logits);
+  checks::numbers_of_each_row("teacher_lse", teacher_lse, target, 2);
   checks::numbers_of_each_row("joined", joined, target, cpu::kStatistics);
   const Tensor values = per_row(logits, aten::times(target, cpu::kFields));
   const Tensor statistics = per_row(logits, aten::times(target, cpu::kStatistics));
@@ -74,9 +74,9 @@ auto backward(const Tensor& grad_values, const Tensor& logits, const Tensor& tea
 
 template <bool over_logits>
 auto with_grad(const Tensor& logits, const Tensor& teacher_logits, const Tensor& target, const Tensor& grad_scale,
-               int64_t ignore_index, MaybeInt num_classes, double beta, double temperature, MaybeNumber softcap,
-               double logit_scale, MaybeNumber teacher_softcap, double teacher_logit_scale, const std::string& fields,
-               double hard_weight) {
+               MaybeDtype grad_dtype, int64_t ignore_index, MaybeInt num_classes, double beta, double temperature,
+               MaybeNumber softcap, double logit_scale, MaybeNumber teacher_softcap, double teacher_logit_scale,
+               const std::string& fields, double hard_weight) {
   const DivergenceOptions options{ignore_index, num_classes, beta,                temperature, softcap,
                                   logit_scale,  teacher_softcap, teacher_logit_scale, fields};
   checks::divergences(logits, teacher_logits, target, std::nullopt, options);
@@ -87,7 +87,7 @@ auto with_grad(const Tensor& logits, const Tensor& teacher_logits, const Tensor&
     cpu::divergences_with_grad(problem(arguments, values, teacher_logits, target, std::nullopt, options), hard_weight,
                                arguments.per_row(grad_scale), loss.mutable_data_ptr(), grad, threads(logits, options));
   };
-  return with_gradient<over_logits>(logits, std::nullopt, std::tuple(loss), write);
+  return with_gradient<over_logits>(logits, grad_dtype, std::tuple(loss), write);
 }
 
 }  // namespace

@@ -82,6 +82,7 @@ def test_rows(data):
     lse = None
     if data.draw(st.booleans()):  # of more classes than these
         lse = plain_statistics(rows, options)[1].to(torch.float32) + torch.rand(target.shape, generator=generator)
+        lse = torch.stack([lse, torch.zeros_like(lse)])
     check("divergences_forward", (*rows, lse), options, logits, target != options["ignore_index"])
     saved = *rows, plain_statistics((*rows, lse), options)
     grad = upstream(target, options, data.draw(st.sampled_from(FLOATS)), generator)

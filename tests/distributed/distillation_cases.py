@@ -194,7 +194,7 @@ def behaviour(device):
 
     half, gather = rows // 2, "all_gather_into_tensor.default"
     hot = {"hard_weight": 0.5, "temperature": 2.0}
-    for options, number in (({}, 3), ({"beta": 1.0}, 3), ({"beta": 0.5}, 2), (hot, 5), ({**hot, "beta": 0.5}, 4)):
+    for options, number in (({}, 5), ({"beta": 1.0}, 5), ({"beta": 0.5}, 4), (hot, 8), ({**hot, "beta": 0.5}, 7)):
         with Collectives() as mode:
             loss = step(x, w, b, **options)
         seen = [(gather, number * half + 5)] * 2 + [("all_reduce_.default", half * H)] * 2

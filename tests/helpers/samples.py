@@ -164,7 +164,7 @@ def _tensor(name: str, argument: str, kind: str, values: dict[str, Any], problem
         return (whole / 2).to(dtype)[..., :-1, :]
     tensor = _random(argument, tuple(sizes), problem.device)
     if argument == "joined":  # at one temperature one lse serves the log-probability, and the teacher has one
-        tensor = torch.cat([tensor[:5], tensor[:2]])
+        tensor = torch.cat([tensor[:5], tensor[:2], tensor[7:9], tensor[7:9]])
     if argument == "probs":  # of some classes: with a tail they add up to one at most
         return (tensor.softmax(-1) / 2).to(dtype)
     positive = argument in ("weight", "token_weight", "divisors", "probabilities")

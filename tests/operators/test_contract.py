@@ -35,7 +35,7 @@ cross_entropy_with_grad: logits; V=logits; grad_dtype label_smoothing softcap lo
 scale_grad_: grad; columns=grad; no rule
 divergences_forward: logits; V=logits T=teacher_logits; target joined target
 divergences_backward: logits; V=logits T=teacher_logits; grad_dtype target target
-divergences_with_grad: logits; V=logits T=teacher_logits; target target target
+divergences_with_grad: logits; V=logits T=teacher_logits; grad_dtype target target target
 linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy
 linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fixed_losses import fixed
 from helpers.covering import covering
+from helpers.divergence_oracle import divergences
 from helpers.interpreter import INTERPRETED
 from test_distillation_values import BETAS, DTYPES, OPTIONS, long_in_float64
 
@@ -86,6 +87,30 @@ def test_values(device, place, name, beta, dtype):
             assert_distillation(how.of(rows.values), torch.cat(made, -1)[:, :classes], expected)
 
 
+@pytest.mark.parametrize("offset", [1e4, 1e6, -1e9])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_offsets(device, offset, temperature):
+    """Of rows of the student, of the teacher, of both; all fields beside float64 of the same logits."""
+    logits, teacher, target = problem(device, torch.float32, 203)
+    logits[0::3] += offset
+    teacher[0:2] += offset
+    spec = Divergences(num_classes=203, temperature=temperature, fields=",".join(FIELDS))
+    rows = joined(slices(logits, teacher, (0, 7, 120)), target, spec)
+    wide = logits.double().cpu().requires_grad_()
+    wanted = torch.stack(divergences(wide, teacher.double().cpu(), target.cpu(), temperature=temperature)[:5])
+    counted = (target != -100).cpu()
+    found = rows.values.double().cpu()
+    torch.testing.assert_close(found[:, counted], wanted.detach()[:, counted], rtol=1e-6, atol=2e-6)
+    upstream = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))
+    (wanted_grad,) = torch.autograd.grad((wanted * upstream * counted).sum(), wide)
+    parts = [
+        ops.divergences_backward(upstream.to(device), x, y, target, rows.statistics, start, **spec.keywords())
+        for start, x, y in slices(logits, teacher, (0, 7, 120))
+    ]
+    error = (torch.cat(parts, -1).double().cpu() - wanted_grad).norm(dim=-1)
+    assert (error < 2e-6 * wanted_grad.norm(dim=-1).clamp(min=1e-2)).all(), error
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_slices_that_do_not_tile(device, beta):
     """NaN in every loss and in the gradients, but for ignored rows."""
@@ -141,7 +166,7 @@ def test_a_draft_vocabulary(device):
 def test_errors(device):
     """Beside those that follow from the contract."""
     logits, teacher, target = problem(device, torch.float32, 40)
-    statistics = torch.zeros(7, len(target), device=device)
+    statistics = torch.zeros(11, len(target), device=device)
     forward = ops.divergences_forward
     text = "logits has 40 of the 60 classes from class_start=5 on but teacher_logits 39"
     with pytest.raises(ValueError, match=text):

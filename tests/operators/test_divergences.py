@@ -38,7 +38,7 @@ def problem(device, dtype=torch.float32, rows=6, classes=37, scale=3.0):
 def expected(logits, teacher, target, upstream, teacher_lse, names, **options):
     """(values, gradient) in float64 of the fields that are asked for."""
     leaf = logits.detach().cpu().double().clone().requires_grad_()
-    lse = None if teacher_lse is None else teacher_lse.cpu()
+    lse = None if teacher_lse is None else teacher_lse.cpu().double().sum(0)
     found = divergences(leaf, teacher.double().cpu(), target.cpu(), None, lse, **options)
     counted = target.cpu() != options.get("ignore_index", -100)
     zero = torch.zeros(len(counted), dtype=torch.float64)
@@ -61,9 +61,10 @@ def test_values(device, fields, name, dtype, other_lse):
     if other_lse:
         plain = ops.divergences_forward(logits, teacher, target, **options)[1][6]
         lse = plain + torch.rand(6, generator=torch.Generator().manual_seed(2)).to(plain)
+        lse = torch.stack([lse, torch.full_like(lse, 2.0**-20)])
     right, of_logits = expected(logits, teacher, target, upstream, lse, fields.split(","), **options)
     values, statistics = ops.divergences_forward(logits, teacher, target, lse, fields=fields, **options)
-    assert values.dtype == statistics.dtype == wide and values.shape == (5, 6) and statistics.shape == (7, 6)
+    assert values.dtype == statistics.dtype == wide and values.shape == (5, 6) and statistics.shape == (11, 6)
     torch.testing.assert_close(values.double().cpu(), right, rtol=NEAR[wide], atol=NEAR[wide])
     grad = ops.divergences_backward(upstream, logits, teacher, target, statistics, fields=fields, **options)
     error = (grad.double().cpu() - of_logits).abs().max() / of_logits.abs().max().clamp(min=1.0)

@@ -28,7 +28,7 @@ def _loss(call: LinearCall, ranks: Ranks) -> Tensor:
     if call.pipelined:
         return pipelined_loss(call, ranks)[0]
     split = call.sequence_dim
-    rows, _ = sharded_rows(call, ranks)
+    rows, *_ = sharded_rows(call, ranks)
     factors = by_ranks(call.token_weight, split, ranks)
     value = reduced(rows, by_ranks(call.target, split, ranks), call.loss, call.divisor, factors)
     return as_target(value, split) if call.loss.reduction == "none" else value
@@ -55,7 +55,7 @@ def losses_and_sum(call: LinearCall, ranks: Ranks) -> tuple[Tensor, Tensor | Non
 def token_log_probs(shard: Shard, bind_call: Callable[[], LinearCall]) -> TokenLogProbs:
     call, ranks = over_ranks("linear_token_log_probs", shard, lambda ranks: bind_shard(bind_call(), ranks, shard))
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
-    rows, entropy = sharded_rows(call, ranks, with_entropy=True)
+    rows, entropy, low = sharded_rows(call, ranks, with_entropy=True)
     ids = by_ranks(call.ids, call.sequence_dim, ranks)
-    values = log_probs_of_rows(rows.loss, rows.lse, entropy, ids, call.loss.row_options.ignore_index)
+    values = log_probs_of_rows(rows.loss, rows.lse, entropy, low, ids, call.loss.row_options.ignore_index)
     return TokenLogProbs(*(as_target(value, call.sequence_dim) for value in values))

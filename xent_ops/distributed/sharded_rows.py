@@ -26,8 +26,8 @@ class RowValues(NamedTuple):
     weight: Tensor  # the class weight of the row's target; 0 in ignored rows; 1 without class weights
 
 
-def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> tuple[RowValues, Tensor]:
-    """(the values of each row, with ids x of them for a loss; entropies), in the order of ``by_ranks``."""
+def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> tuple[RowValues, Tensor, Tensor]:
+    """(the values of each row, with ids x of them for a loss; entropies; lse_low), in the order of ``by_ranks``."""
     input, split = call.input, call.sequence_dim
     weight, bias, class_weight, shard_range, accumulate_dtype, chunking = call.head
     target, ids = by_ranks(call.target, split, ranks), by_ranks(call.ids, split, ranks)
@@ -48,7 +48,7 @@ def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> 
         ids,
         **options,
     )
-    row_loss, lse, target_weight, _, entropy, _, at_ids = _ops.linear_cross_entropy_shard_join(
+    row_loss, lse, target_weight, _, entropy, lse_low, at_ids = _ops.linear_cross_entropy_shard_join(
         input,
         weight,
         target,
@@ -64,7 +64,7 @@ def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> 
         in_rank_order=ranks.in_rank_order,
         **options,
     )
-    return RowValues(row_loss if ids is None else at_ids, lse, target_weight), entropy
+    return RowValues(row_loss if ids is None else at_ids, lse, target_weight), entropy, lse_low
 
 
 def reduced(

@@ -68,9 +68,9 @@ def top_k_distillation(shard: Shard, bind_call: Callable[[], LinearCall], probs:
 def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = False) -> Tensor:
     ordered = arrange(call, function, ranks)
 
-    def of_rows() -> tuple[Tensor, Tensor, Tensor]:
-        rows, entropy = sharded_rows(call, ranks, with_entropy=function.reads_entropy)
-        return rows.loss, rows.lse, entropy
+    def of_rows() -> tuple[Tensor, ...]:
+        rows, entropy, low = sharded_rows(call, ranks, with_entropy=function.reads_entropy)
+        return rows.loss, rows.lse, entropy, low
 
     if check and call.ids is None and isinstance(function, UserFunction):
         with torch.no_grad():
@@ -104,10 +104,9 @@ def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tenso
     ignore_index = call.loss.row_options.ignore_index
     function = TokenFunction(fn, rows, target, ignore_index, accumulator(x), learned=(x, w, b))
 
-    def of_rows() -> tuple[Tensor, Tensor, Tensor]:
+    def of_rows() -> tuple[Tensor, ...]:
         values: Any = statistics(call, function.reads_entropy)
-        loss, lse, entropy = (value.to_local() for value in values)
-        return loss, lse, entropy
+        return tuple([value.to_local() for value in values])
 
     if check:
         with torch.no_grad():

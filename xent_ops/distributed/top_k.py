@@ -85,7 +85,9 @@ class _TopK:
         if self.with_rank and self.columns > 0:
             column = part.target.to(torch.int64) - self.start
             before = _ops.top_k(own, 0, column, at_target, **self.order)[1]
-        self.rows.append(tuple([self.whole(value, part) for value in (at_target, rows.lse, rows.entropy, before)]))
+        self.rows.append(
+            tuple([self.whole(value, part) for value in (at_target, rows.lse, rows.entropy, before, rows.lse_low)])
+        )
 
     def whole(self, values: Tensor, part: RowRange) -> Tensor:
         """The inverse of ``RowRange.of``, (parts, n, ...), without the rows that fill up the chunk."""
@@ -99,7 +101,7 @@ def _rows(call: LinearCall, k: int, with_rank: bool, ranks: Ranks) -> tuple[Tens
     steps = _TopK(call, k, with_rank, collectives, 1 if split is None else ranks.world)
     loop_args = (target, call.head, collectives, _NOTHING, options.ignore_index)
     loop.run_loop(steps, (call.input,), *loop_args, scattered=split is not None)
-    at_target, lse, entropy, before = (torch.cat(values, 1).flatten() for values in zip(*steps.rows, strict=True))
+    at_target, lse, entropy, before, low = (torch.cat(values, 1).flatten() for values in zip(*steps.rows, strict=True))
     logits, classes = (
         _of_all_ranks(torch.cat(values, 1).flatten(0, 1), ranks) for values in zip(*steps.best, strict=True)
     )
@@ -114,7 +116,7 @@ def _rows(call: LinearCall, k: int, with_rank: bool, ranks: Ranks) -> tuple[Tens
         x = torch.where(valid, reference.activation(at_target.unsqueeze(-1), options), float("nan"))
         at_ids, ids = torch.cat([at_ids, x], -1), torch.cat([ids, index], -1)
         ids = torch.where(counted, ids, DEFAULTS.ignore_index)
-    values = (at_ids, ids, lse, entropy, before)
+    values = (at_ids, ids, lse, entropy, before, low)
     return tuple([as_target(value.view((*target.shape, *value.shape[1:])), split) for value in values])
 
 

@@ -133,7 +133,7 @@ def chunk_grad_(
     class_logits = first_columns(logits, head.shape[0])
     dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
     if ids is not None and at_ids is not None and grad_ids is not None:
-        ids_args = (grad_ids, grad_lse, grad_entropy, class_logits, ids, at_ids, lse, entropy, mask_ids)
+        ids_args = (grad_ids, grad_lse, grad_entropy, class_logits, ids, at_ids, lse, entropy, lse_low, mask_ids)
         slice_args: dict[str, Any] = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": dtype}
         gradient(*ids_args, options=options, **slice_args, writer=InPlace(), target=target)
     else:

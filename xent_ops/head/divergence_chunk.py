@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..kernels.divergences import FIELDS, STATISTICS, Divergences
 from ..kernels.options import RowOptions
-from ..kernels.reference import is_counted
+from ..kernels.reference import is_counted, split_lse
 from ..kernels.reference_ids import columns as columns_of_ids
 from ..kernels.reference_ids import gather
 from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
@@ -60,8 +60,9 @@ class Rows(NamedTuple):
 
 def _sent(spec: Divergences, with_tops: bool, with_classes: bool) -> list[str]:
     """The numbers of a row that a slice packs beside its two lse's."""
-    names = [name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]
-    names += [name for name, sent in (("hard_lse", spec.other_lse()), ("lse_of_all", with_classes)) if sent]
+    names = ["low", "teacher_low", *[name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]]
+    names += ["hard_lse", "hard_low"] if spec.other_lse() else []
+    names += ["lse_of_all", "low_of_all"] if with_classes else []
     return [*names, *(_TOPS if with_tops else ()), *(("covers_top",) if with_tops and with_classes else ())]
 
 
@@ -123,7 +124,10 @@ def slice_statistics(
     row_args, width = (logits, teacher.logits, target, None, None, class_start), logits.shape[1]
     values, statistics = _ops.divergences_forward(*row_args, **spec.keywords())
     number = values.new_full((), teacher.all_logits.shape[1])
-    of = dict(zip(FIELDS, values, strict=True)) | {"hard_lse": statistics[5], "lse_of_all": teacher.lse}
+    of = dict(zip(FIELDS, values, strict=True)) | {"hard_lse": statistics[5], "hard_low": statistics[9]}
+    of |= {"low": statistics[7], "teacher_low": statistics[8]}
+    if teacher.lse is not None:
+        of["lse_of_all"], of["low_of_all"] = teacher.lse
     if spec.reads("log_prob"):
         options, place = spec.options, (width, class_start, spec.num_classes)
         at = columns_of_ids(target.unsqueeze(-1), *place, options.ignore_index)
@@ -170,22 +174,25 @@ def join(
     numbers = gathered[:, :-HEADER].view(gathered.shape[0], 2 + len(names), target.shape[0])
     slice_lse, slice_teacher_lse, *others = numbers.unbind(1)
     of = dict(zip(names, others, strict=True))
-    lse, teacher_lse = slice_lse.logsumexp(0), slice_teacher_lse.logsumexp(0)
-    log_s, log_t = slice_lse - lse, slice_teacher_lse - teacher_lse
+    (lse, low), log_s = _join_lse(slice_lse, of["low"])
+    (teacher_lse, teacher_low), log_t = _join_lse(slice_teacher_lse, of["teacher_low"])
     zero = torch.zeros_like(lse)
-    values, hard_lse = dict.fromkeys(FIELDS, zero), lse
+    values, hard_lse, hard_low = dict.fromkeys(FIELDS, zero), lse, low
     if "hard_lse" in of:
-        hard_lse = of["hard_lse"].logsumexp(0)
+        (hard_lse, hard_low), _ = _join_lse(of["hard_lse"], of["hard_low"])
     if "kl" in of:
         values["kl"] = _chained(log_t, log_s, of["kl"])
     if "reverse_kl" in of:
         values["reverse_kl"] = _chained(log_s, log_t, of["reverse_kl"])
     if "log_prob" in of:
-        values["log_prob"] = of["log_prob"].sum(0) - hard_lse
+        values["log_prob"] = (of["log_prob"].sum(0) - hard_lse) - hard_low
     lse = torch.where(tiled, lse, float("nan"))
     packed = torch.where(tiled, torch.stack([values[name] for name in FIELDS]), float("nan"))
-    lse_of_all = of["lse_of_all"].logsumexp(0) if with_classes else teacher_lse
-    statistics = torch.stack([lse, teacher_lse, values["reverse_kl"], zero, zero, hard_lse, lse_of_all])
+    lse_of_all, low_of_all = teacher_lse, teacher_low
+    if with_classes:
+        (lse_of_all, low_of_all), _ = _join_lse(of["lse_of_all"], of["low_of_all"])
+    lses, lows = (hard_lse, lse_of_all), (low, teacher_low, hard_low, low_of_all)
+    statistics = torch.stack([lse, teacher_lse, values["reverse_kl"], zero, zero, *lses, *lows])
     found_tops = gathered.new_empty(0)
     if with_tops:
         order = starts * len(starts) + torch.arange(len(starts), device=starts.device)  # empty slices too have a place
@@ -196,6 +203,15 @@ def join(
             covers = torch.where(of["teacher_top_class"] + first == teacher_top, of["covers_top"], 0.0).sum(0)
         found_tops = torch.stack([(top == teacher_top).to(lse.dtype), covers])
     return Rows(torch.where(is_counted(target, spec.options.ignore_index), packed, 0.0), statistics, found_tops)
+
+
+def _join_lse(lse: Tensor, low: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """((lse, lse_low) (n,), the logarithms of the slices' shares (ranks, n)) from those of slices, (ranks, n)."""
+    pivot = lse.amax(0)
+    pivot = torch.where(pivot == _NO_SHARE, 0.0, pivot)
+    distance = (lse - pivot) + low
+    log_total = distance.logsumexp(0)
+    return split_lse(pivot, log_total), distance - log_total
 
 
 def _first_top(largest: Tensor, at_class: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def dtype_of_teacher(dtype: torch.dtype, logits_dtype: torch.dtype | None) -> to
 class TeacherRows(NamedTuple):
     logits: Tensor  # (..., T), of the student's classes
     all_logits: Tensor  # of all of the teacher's classes
-    lse: Tensor | None = None  # (...), of all of the teacher's classes. None: they are the student's
+    lse: Tensor | None = None  # (2, ...) with lse_low, of all of the teacher's classes. None: they are the student's
     top: Tensor | None = None  # (...), the argmax of all of them; only if it is wanted
 
 
@@ -65,14 +65,15 @@ def teacher_rows(
 def lse_and_top(
     logits: Tensor, target: Tensor, options: RowOptions, spec: Divergences, with_top: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(lse, argmax) of counted rows. The logits of ignored rows are not read."""
+    """(lse and lse_low (2, ...), argmax) of counted rows. The logits of ignored rows are not read."""
     logits = logits[..., : spec.columns(logits)]
     if logits.shape[-1] == 0:  # a slice without classes
-        return logits.new_full(target.shape, float("-inf"), dtype=accumulator(logits)), torch.zeros_like(target)
+        lse = logits.new_full(target.shape, float("-inf"), dtype=accumulator(logits))
+        return torch.stack([lse, torch.zeros_like(lse)]), torch.zeros_like(target)
     index = torch.where(is_counted(target, spec.options.ignore_index), 0, -100)
     keywords = options._replace(ignore_index=-100).keywords()
-    _, lse, top, *_ = _ops.cross_entropy_forward(logits, index, None, with_top, False, False, True, **keywords)
-    return lse, top
+    _, lse, top, _, low = _ops.cross_entropy_forward(logits, index, None, with_top, False, False, True, **keywords)
+    return torch.stack([lse, low]), top
 
 
 def tops(logits: Tensor, teacher: TeacherRows, target: Tensor, classes: Tensor | None, spec: Divergences) -> Tensor:
@@ -241,7 +242,7 @@ def with_grad(
     shares = None if shares is None else rows.pack(shares)
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
-        row_args = (teacher_logits, target, scale if factor is None else factor)
+        row_args = (teacher_logits, target, scale if factor is None else factor, products.grad_dtype)
         keywords = {**spec.keywords(), "hard_weight": hard_weight}
         return products.write("divergences_with_grad", logits, logits, *row_args, **keywords)
 

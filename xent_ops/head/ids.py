@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference_ids
+from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from . import float16
 from .backend import IN_MEMORY, Backend
@@ -31,8 +31,8 @@ def statistics_of_rows(
     *,
     options: RowOptions = DEFAULTS,
     writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of logits (..., V)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x of the ids (..., K), lse (...), entropy (...) or (0,), lse_low (...)) of logits (..., V)."""
     columns, keywords = logits.shape[-1], options.keywords()
     if mask_ids:
         at_ids, logits = writer.mask_columns(logits, columns, ids, (0, None), options)
@@ -40,8 +40,9 @@ def statistics_of_rows(
         at_ids = _ops.ids_forward(logits, ids, **keywords)
     target = _ops.row_targets(ids, ignore_index=options.ignore_index)
     flags = (False, with_entropy, batch_invariant)
-    _, lse, _, entropy, _ = _ops.cross_entropy_forward(logits, target, None, *flags, **keywords)
-    return at_ids, reference_ids.lse_of_others(lse, ids, columns, options=options) if mask_ids else lse, entropy
+    _, lse, _, entropy, low = _ops.cross_entropy_forward(logits, target, None, *flags, **keywords)
+    lse = reference_ids.lse_of_others(lse, ids, columns, options=options) if mask_ids else lse
+    return at_ids, lse, entropy, low
 
 
 def gradient(
@@ -53,6 +54,7 @@ def gradient(
     at_ids: Tensor,
     lse: Tensor,
     entropy: Tensor | None = None,
+    lse_low: Tensor | None = None,
     mask_ids: bool = False,  # lse is over the classes that the ids do not name
     *,
     options: RowOptions = DEFAULTS,
@@ -69,11 +71,12 @@ def gradient(
         target, row_grads = _ops.row_targets(ids, ignore_index=options.ignore_index), (lse.new_zeros(()), grad_lse)
         if mask_ids:
             _, logits = writer.mask_columns(logits, logits.shape[-1], ids, (class_start, num_classes), options)
-    slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype)
+    slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype, lse_low)
     backward_args = (*row_grads, logits, target, lse, *slice_args)
     (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **options.keywords())
     if mask_ids:  # this lse does not depend on the ids
         lse = torch.full_like(lse, math.inf)
+    grad_lse, entropy, grad_entropy = reference.fold_low(lse_low, grad_lse, entropy, grad_entropy)
     column_args = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
     return writer.write_columns(grad_logits, grad_dtype, *column_args, options=options)
 
@@ -91,7 +94,7 @@ def statistics(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(x of the ids (..., K), lse (...), entropy (...) or (0,)) of a head's logits."""
+    """(x of the ids (..., K), lse (...), entropy (...) or (0,), lse_low (...)) of a head's logits."""
     flat, chunking = as_rows(input), Chunking(**fields)
     target = _ops.row_targets(ids, ignore_index=options.ignore_index)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
@@ -102,7 +105,8 @@ def statistics(
 
     computed = products.run(visit, rows.pack_classes(ids))
     ignored = options.ignore_index if chunking.skip_ignored else None
-    return tuple(unpack_statistics(rows, computed, (0.0, math.inf, 0.0 if with_entropy else None), target, ignored))
+    fills = (0.0, math.inf, 0.0 if with_entropy else None, 0.0)
+    return tuple(unpack_statistics(rows, computed, fills, target, ignored))
 
 
 def gradients(
@@ -116,6 +120,7 @@ def gradients(
     lse: Tensor,
     linear_bias: Tensor | None = None,
     entropy: Tensor | None = None,
+    lse_low: Tensor | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     mask_ids: bool = False,
     class_start: int = 0,
@@ -137,7 +142,7 @@ def gradients(
         rows.pack(grad_ids.to(lse.dtype)),
         *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
     ]
-    values = [None if value is None else rows.pack(value) for value in (at_ids, lse, entropy)]
+    values = [None if value is None else rows.pack(value) for value in (at_ids, lse, entropy, lse_low)]
     factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), options)
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}

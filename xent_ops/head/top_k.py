@@ -44,7 +44,7 @@ def statistics(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(x of the ids (..., k or k + 1), the ids, lse, entropy, rank) of a head's logits."""
+    """(x of the ids (..., k or k + 1), the ids, lse, entropy, rank, lse_low) of a head's logits."""
     flat, chunking, with_rank = as_rows(input), Chunking(**fields), target is not None
     if target is None:  # every row counts
         target = input.new_full(input.shape[:-1], 0 if options.ignore_index else 1, dtype=torch.int64)
@@ -53,10 +53,10 @@ def statistics(
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
         ids, rank = choose(logits, k, target if with_rank else None, options)
-        at_ids, lse, entropy = head_ids.statistics_of_rows(logits, ids, True, options=of_ids(options))
-        return at_ids, ids, lse, entropy, rank
+        at_ids, lse, entropy, low = head_ids.statistics_of_rows(logits, ids, True, options=of_ids(options))
+        return at_ids, ids, lse, entropy, rank, low
 
     computed = products.run(visit, rows.indices())
-    fills = (0.0, DEFAULTS.ignore_index, math.inf, 0.0, -1 if with_rank else None)
+    fills = (0.0, DEFAULTS.ignore_index, math.inf, 0.0, -1 if with_rank else None, 0.0)
     ignored = options.ignore_index if chunking.skip_ignored else None
     return tuple(unpack_statistics(rows, computed, fills, target, ignored))

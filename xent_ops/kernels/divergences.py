@@ -11,7 +11,7 @@ from .reference import columns_of
 
 # Rows of the values, and of their upstream gradients.
 FIELDS = ("kl", "reverse_kl", "mixture", "overlap", "log_prob")
-STATISTICS = 7  # see reference_divergences.py
+STATISTICS = 11  # see reference_divergences.py
 
 
 class Divergences(NamedTuple):

@@ -47,6 +47,7 @@ def top_k_distillation(
     probs: Tensor,
     token_weight: Tensor | None = None,
     tail: bool = False,
+    lse_low: Tensor | None = None,  # what the rounding of the lse took: 0 for None
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -57,6 +58,7 @@ def top_k_distillation(
     """
     counted, dtype = is_counted(ids, options.ignore_index), at_ids.dtype
     row_counted, lse, factors = counted.any(-1), lse.to(dtype), None
+    low = torch.zeros_like(lse) if lse_low is None else lse_low.to(dtype)
     p = torch.where(counted, probs.to(dtype), 0.0)
     total = p.sum(-1)
     wrong = total != total.clamp(0.0, most(probs) if tail else None)
@@ -65,17 +67,19 @@ def top_k_distillation(
         factors = torch.where(row_counted, token_weight.to(dtype), 0.0)
         p = times(p, factors.unsqueeze(-1))
     if not tail:
-        loss, total = -_products(p, at_ids - lse.unsqueeze(-1)).sum(-1), p.sum(-1)
+        log_p = (at_ids - lse.unsqueeze(-1)) - low.unsqueeze(-1)
+        loss, total = -_products(p, log_p).sum(-1), p.sum(-1)
     else:
         # If no other class is left, o is -inf, and so would be log q_r: the remainder is left out.
         rest = torch.where(row_counted & (lse != float("-inf")), times((1.0 - total).clamp(min=0.0), factors), 0.0)
         different = torch.where(counted & _is_first(ids), at_ids, float("-inf"))
         # Not torch.logsumexp: it guards on the number of rows, which may depend on data.
         shift = torch.maximum(different.amax(-1), lse)
-        share, share_of_rest = torch.exp(different - shift.unsqueeze(-1)), torch.exp(lse - shift)
+        log_rest = (lse - shift) + low
+        share, share_of_rest = torch.exp(different - shift.unsqueeze(-1)), torch.exp(log_rest)
         sum_of_shares = share.sum(-1) + share_of_rest
         log_sum = sum_of_shares.log()
-        log_p, log_rest = at_ids - shift.unsqueeze(-1) - log_sum.unsqueeze(-1), lse - shift - log_sum
+        log_p, log_rest = at_ids - shift.unsqueeze(-1) - log_sum.unsqueeze(-1), log_rest - log_sum
         loss, total = -_products(p, log_p).sum(-1) - _products(rest, log_rest), p.sum(-1) + rest
         lse = shift + log_sum
     if lse_square_scale != 0.0:

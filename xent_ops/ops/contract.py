@@ -54,6 +54,7 @@ def packed_width(call: Call) -> int:
 DERIVED_SIZES: dict[str, Callable[[Call, torch.dtype], int]] = {
     "S": lambda call, dtype: divergences.STATISTICS,
     "F": lambda call, dtype: len(divergences.FIELDS),
+    "L": lambda call, dtype: 2,  # an lse and its lse_low
     "P": lambda call, dtype: padded_classes(classes_of(call), dtype),
     "W": lambda call, dtype: packed_width(call),
 }

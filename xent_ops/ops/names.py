@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "at_ids": ("float", "... K", "one number for each of the ids"),
     "statistics": ("float", "S ...", "those that divergences_forward makes of each row"),
     "joined": ("float", "S ...", "those that divergences_forward makes of each row"),
-    "teacher_lse": ("float", "...", "one value for each row of the {primary}"),
+    "teacher_lse": ("float", "L ...", "an lse for each row of the {primary}, and what its rounding took"),
     "gathered": ("acc", "ranks W", "one result of cross_entropy_shard for each rank"),
     "divisors": ("divisor", "2", "the sum of the weights and the number of counted rows"),
     "divisor": ("divisor", "", "one number"),

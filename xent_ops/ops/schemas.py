@@ -106,12 +106,12 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # Several classes per row, ids (..., K): x of each. With the lse it gives their log-probabilities.
     "token_logits": (
         f"(Tensor logits, Tensor ids, bool with_entropy=False, {BATCH_INVARIANT}, {MASK_IDS}, *, {OPTIONS}) "
-        "-> (Tensor at_ids, Tensor lse, Tensor entropy)",
+        "-> (Tensor at_ids, Tensor lse, Tensor entropy, Tensor lse_low)",
         None,
     ),
     "token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor logits, Tensor ids, Tensor at_ids, "
-        f"Tensor lse, Tensor? entropy=None, {MASK_IDS}, *, {OPTIONS}) -> Tensor grad_logits",
+        f"Tensor lse, Tensor? entropy=None, {LSE_LOW}, {MASK_IDS}, *, {OPTIONS}) -> Tensor grad_logits",
         None,
     ),
     # One of the ids, which serves as the target of their row.
@@ -128,7 +128,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # Losses of rows whose ids have these probabilities, and their derivatives. With a tail all other classes are one
     # more, and the lse is theirs: that of mask_ids.
     "top_k_distillation": (
-        f"(Tensor at_ids, Tensor lse, Tensor ids, Tensor probs, {TOKEN_WEIGHT}, bool tail=False, *, "
+        f"(Tensor at_ids, Tensor lse, Tensor ids, Tensor probs, {TOKEN_WEIGHT}, bool tail=False, {LSE_LOW}, *, "
         f"SymInt ignore_index=-100, {LSE_SQUARE}) -> (Tensor loss, Tensor grad_ids, Tensor grad_lse)",
         None,
     ),
@@ -165,7 +165,7 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     # In one kernel, for the loss that is one divergence plus hard_weight times the cross entropy on the target.
     "divergences_with_grad": (
-        f"(Tensor logits, Tensor teacher_logits, Tensor target, Tensor grad_scale, *, {DIVERGENCES}, "
+        f"(Tensor logits, Tensor teacher_logits, Tensor target, Tensor grad_scale, {GRAD_DTYPE}, *, {DIVERGENCES}, "
         "float hard_weight=0.0) -> (Tensor loss, Tensor grad_logits)",
         "logits",
     ),
@@ -210,19 +210,21 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     # The same for several classes per row.
     "linear_token_logits": (
         "(Tensor input, Tensor linear_weight, Tensor ids, Tensor? linear_bias=None, bool with_entropy=False, "
-        f"{MASK_IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor lse, Tensor entropy)",
+        f"{MASK_IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
+        "-> (Tensor at_ids, Tensor lse, Tensor entropy, Tensor lse_low)",
         None,
     ),
     "linear_token_logits_backward": (
         "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
-        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {OUTPUT_MASK}, {MASK_IDS}, "
-        f"{SLICE}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {LSE_LOW}, {OUTPUT_MASK}, "
+        f"{MASK_IDS}, {SLICE}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
     # The same of those k classes, and of the target behind them.
     "linear_top_k": (
         "(Tensor input, Tensor linear_weight, int k, Tensor? target=None, Tensor? linear_bias=None, *, "
-        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor ids, Tensor lse, Tensor entropy, Tensor rank)",
+        f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor ids, Tensor lse, Tensor entropy, "
+        "Tensor rank, Tensor lse_low)",
         None,
     ),
     # One pass with three matrix multiplications: a reduced loss, the losses and statistics of its rows, its gradients.

@@ -33,18 +33,18 @@ def at_least_one_class(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: no class a row; expected (..., K), at least one")
 
 
-def _save(backward: str, ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    at_ids, lse, entropy = output
-    if not call.with_entropy:
-        ctx.mark_non_differentiable(entropy)
-    save_for(ctx, backward, call, at_ids=at_ids, lse=lse, entropy=entropy if call.with_entropy else None)
+def _save(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
+    at_ids, lse, entropy, low = output
+    ctx.mark_non_differentiable(low, *(() if call.with_entropy else (entropy,)))
+    values = {"at_ids": at_ids, "lse": lse, "lse_low": low, "entropy": entropy if call.with_entropy else None}
+    save_for(ctx, backward, call, **values)
 
 
-def _backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any) -> Gradients:
+def _backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> Gradients:
     return {"logits": run_backward(ctx, None, grad_ids=grad_ids, grad_lse=grad_lse, grad_entropy=grad_entropy)}
 
 
-def _head_backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any) -> Gradients:
+def _head_backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> Gradients:
     mask, grads = mask_of(ctx), {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
 

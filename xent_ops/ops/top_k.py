@@ -44,12 +44,13 @@ def _check_columns(call: Call) -> None:
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
-    at_ids, ids, lse, entropy, rank = output
-    ctx.mark_non_differentiable(ids, rank)
-    save_for(ctx, "linear_token_logits_backward", call, at_ids=at_ids, ids=ids, lse=lse, entropy=entropy)
+    at_ids, ids, lse, entropy, rank, low = output
+    ctx.mark_non_differentiable(ids, rank, low)
+    values = {"at_ids": at_ids, "ids": ids, "lse": lse, "entropy": entropy, "lse_low": low}
+    save_for(ctx, "linear_token_logits_backward", call, **values)
 
 
-def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, _rank: None) -> Gradients:
+def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, *_: None) -> Gradients:
     mask, grads = mask_of(ctx), {"grad_ids": grad_at_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask, ignore_index=DEFAULTS.ignore_index))
 

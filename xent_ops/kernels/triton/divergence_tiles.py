@@ -83,16 +83,18 @@ def _mixture(log_s, log_t, beta):
 
 
 @triton.jit
-def visit_again(sums, x, y, lse, teacher_lse, lse_all, beta, MODE: tl.constexpr):
+def visit_again(sums, x, y, lses, lows, beta, MODE: tl.constexpr):
     """Add a tile's parts of KL(s || m), KL(t || m), the overlap and the lower mass."""
     student_kl, teacher_kl, overlap, lower_mass = sums
-    log_s = x - lse
+    lse, teacher_lse, _hard_lse, lse_all = lses
+    low, teacher_low, _hard_low, low_all = lows
+    log_s = (x - lse) - low
     if MODE.mixture:
-        s, t, s_over_m, t_over_m = _mixture(log_s, y - teacher_lse, beta)
+        s, t, s_over_m, t_over_m = _mixture(log_s, (y - teacher_lse) - teacher_low, beta)
         student_kl += tl.sum(tl.where(s == 0.0, 0.0, s * s_over_m), axis=1)
         teacher_kl += tl.sum(tl.where(t == 0.0, 0.0, t * t_over_m), axis=1)
     if MODE.overlap:
-        log_t = y - lse_all
+        log_t = (y - lse_all) - low_all
         s = tl.exp2(log_s * LOG2E)
         below = log_s <= log_t
         overlap += tl.sum(tl.where(below, s, tl.exp2(log_t * LOG2E)), axis=1)
@@ -146,14 +148,15 @@ def _of_divergence(s, ratio, kl):
 
 @triton.jit
 def gradient_of(
-    x, y, columns, coefficients, statistics, target, valid, beta, temperature, act,
+    x, y, columns, coefficients, statistics, lows, target, valid, beta, temperature, act,
     FLAGS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile of the student's logits."""
     of_kl, of_reverse, of_mixture, of_overlap, of_log_prob = coefficients
     lse, teacher_lse, reverse_kl, student_kl, lower_mass, hard_lse, lse_all = statistics
-    log_s = x - lse
-    log_t = y - teacher_lse
+    low, teacher_low, hard_low, low_all = lows
+    log_s = (x - lse) - low
+    log_t = (y - teacher_lse) - teacher_low
     s = tl.exp2(log_s * LOG2E)
     grad = tl.zeros_like(x)
     if MODE.kl:
@@ -164,11 +167,11 @@ def gradient_of(
         s_there, _t, ratio, _t_over_m = _mixture(log_s, log_t, beta)
         grad += _part(of_mixture * (1.0 - beta), _of_divergence(s_there, ratio, student_kl), MODE)
     if MODE.overlap:
-        grad += _part(of_overlap, s * (tl.where(log_s <= y - lse_all, 1.0, 0.0) - lower_mass), MODE)
+        grad += _part(of_overlap, s * (tl.where(log_s <= (y - lse_all) - low_all, 1.0, 0.0) - lower_mass), MODE)
     if MODE.hard != 0:
         p = s
         if MODE.hard == 2:
-            p = tl.exp2((temperature * x - hard_lse) * LOG2E)
+            p = tl.exp2(((temperature * x - hard_lse) - hard_low) * LOG2E)
         hot = tl.where(columns == target, 1.0, 0.0)
         grad += _part(of_log_prob * temperature, tl.where(valid, hot - p, float("nan")), MODE)
     grad *= scale_of(act)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .divergence_tiles import any_of, coefficients_of, gradient_of, load_x, relative_to, visit, visit_again
-from .numerics import LN2, activate, activation_of, row_offset, without_infinity
+from .numerics import LN2, activate, activation_of, row_offset, split_lse, without_infinity
 
 
 @triton.jit(
@@ -28,11 +28,11 @@ def divergences_kernel(
     logits_ptr,  # (outer, inner, width), rows of any stride
     teacher_ptr,  # (outer, inner, its width), rows of any stride
     target_ptr,  # (N,), contiguous, any integer dtype
-    lse_all_ptr,  # (N,): of the teacher's probabilities in the overlap, if MODE.other
+    lse_all_ptr,  # (2, N): of the teacher's probabilities in the overlap, and its lse_low, if MODE.other
     upstream_ptr,  # (5, N): the gradients of the values; MODE.fixed: (N,) with a stride, 0 for a scalar, of the loss
     values_ptr,  # (5, N); MODE.fixed: (N,), the loss
-    joined_ptr,  # (7, N): the statistics to read, if none are computed
-    statistics_ptr,  # (7, N): see reference_divergences.py
+    joined_ptr,  # (11, N): the statistics to read, if none are computed
+    statistics_ptr,  # (11, N): see reference_divergences.py
     grad_ptr,  # (outer, inner, width): may be the logits themselves
     n_rows: "i64",
     n_cols,  # classes
@@ -126,18 +126,21 @@ def divergences_kernel(
         teacher_total = tl.sum(lanes_teacher, axis=0)
         log_total = tl.log2(total) * LN2
         teacher_log_total = tl.log2(teacher_total) * LN2
-        lse = pivot + log_total
-        teacher_lse = teacher_pivot + teacher_log_total
+        lse, low = split_lse(pivot, log_total)
+        teacher_lse, teacher_low = split_lse(teacher_pivot, teacher_log_total)
         hard_lse = lse
+        hard_low = low
         if MODE.hard == 2:
-            hard_lse = temperature * pivot + tl.log2(tl.sum(lanes_hard, axis=0)) * LN2
+            hard_lse, hard_low = split_lse(temperature * pivot, tl.log2(tl.sum(lanes_hard, axis=0)) * LN2)
         if MODE.kl:
             kl = tl.sum(lanes_kl, axis=0) / teacher_total - teacher_log_total + log_total
         if MODE.reverse_kl:
             reverse_kl = tl.sum(lanes_reverse, axis=0) / total - log_total + teacher_log_total
         lse_all = teacher_lse
+        low_all = teacher_low
         if MODE.other:
             lse_all = tl.load(lse_all_ptr + row).to(ACC)
+            low_all = tl.load(lse_all_ptr + n_rows + row).to(ACC)
     else:
         lse = tl.load(joined_ptr + row)
         teacher_lse = tl.load(joined_ptr + n_rows + row)
@@ -146,21 +149,27 @@ def divergences_kernel(
         lower_mass = tl.load(joined_ptr + 4 * n_rows + row)
         hard_lse = tl.load(joined_ptr + 5 * n_rows + row)
         lse_all = tl.load(joined_ptr + 6 * n_rows + row)
+        low = tl.load(joined_ptr + 7 * n_rows + row)
+        teacher_low = tl.load(joined_ptr + 8 * n_rows + row)
+        hard_low = tl.load(joined_ptr + 9 * n_rows + row)
+        low_all = tl.load(joined_ptr + 10 * n_rows + row)
+    lows = (low, teacher_low, hard_low, low_all)  # log s_j = (x_j - lse) - low
     mixture = zero
     overlap = zero
     if MODE.again:
         zeros = tl.zeros([LANES], ACC)
         sums = (zeros, zeros, zeros, zeros)
+        lses = (lse, teacher_lse, hard_lse, lse_all)
         for block in tl.range(0, n_blocks):
             columns = (n_blocks - 1 - block) * BLOCK + tile  # the end of the row was read last
             x = load_x(row_ptr, columns, columns < body, act, FLAGS, ACC, KEEP)
             y = load_x(teacher_row_ptr, columns, columns < body, teacher_act, TEACHER_FLAGS, ACC, KEEP)
-            sums = visit_again(sums, x, y, lse, teacher_lse, lse_all, beta, MODE)
+            sums = visit_again(sums, x, y, lses, lows, beta, MODE)
         if RAGGED:
             columns = body + tile
             x = load_x(row_ptr, columns, columns < n_read, act, FLAGS, ACC, KEEP)
             y = load_x(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, KEEP)
-            sums = visit_again(sums, x, y, lse, teacher_lse, lse_all, beta, MODE)
+            sums = visit_again(sums, x, y, lses, lows, beta, MODE)
         student_kl = tl.sum(sums[0], axis=0)
         mixture = beta * tl.sum(sums[1], axis=0) + (1.0 - beta) * student_kl
         overlap = tl.sum(sums[2], axis=0)
@@ -169,7 +178,8 @@ def divergences_kernel(
         log_prob = zero
         if MODE.hard != 0 and not MODE.part:
             at_target = tl.load(row_ptr + target, mask=valid & live, other=0.0).to(ACC)
-            log_prob = tl.where(valid, temperature * activate(at_target, act, FLAGS) - hard_lse, float("nan"))
+            log_prob = (temperature * activate(at_target, act, FLAGS) - hard_lse) - hard_low
+            log_prob = tl.where(valid, log_prob, float("nan"))
         if MODE.fixed:
             tl.store(values_ptr + row, tl.where(live, kl + reverse_kl + mixture - hard_weight * log_prob, 0.0))
         else:
@@ -180,6 +190,8 @@ def divergences_kernel(
             statistics = (lse, teacher_lse, reverse_kl, student_kl, lower_mass, hard_lse, lse_all)
             for i in tl.static_range(7):
                 tl.store(statistics_ptr + i * n_rows + row, tl.where(live, statistics[i], 0.0))
+            for i in tl.static_range(4):
+                tl.store(statistics_ptr + (7 + i) * n_rows + row, tl.where(live, lows[i], 0.0))
 
     if MODE.gradient:
         out_ptr = grad_ptr + row_offset(row, n_out_inner, out_stride_outer, out_stride_inner)
@@ -199,7 +211,7 @@ def divergences_kernel(
             x = load_x(row_ptr, columns, inside, act, FLAGS, ACC, "evict_first")
             y = load_x(teacher_row_ptr, columns, inside, teacher_act, TEACHER_FLAGS, ACC, "evict_first")
             grad = gradient_of(
-                x, y, columns, coefficients, statistics, column, valid, beta, temperature, act, FLAGS, MODE
+                x, y, columns, coefficients, statistics, lows, column, valid, beta, temperature, act, FLAGS, MODE
             )
             written = tl.where(live, grad, 0.0).to(grad_ptr.dtype.element_ty)
             if MODE.narrow:
@@ -210,7 +222,7 @@ def divergences_kernel(
             x = load_x(row_ptr, columns, columns < n_read, act, FLAGS, ACC, "")
             y = load_x(teacher_row_ptr, columns, columns < n_read, teacher_act, TEACHER_FLAGS, ACC, "")
             grad = gradient_of(
-                x, y, columns, coefficients, statistics, column, valid, beta, temperature, act, FLAGS, MODE
+                x, y, columns, coefficients, statistics, lows, column, valid, beta, temperature, act, FLAGS, MODE
             )
             written = tl.where(live, grad, 0.0).to(grad_ptr.dtype.element_ty)
             if MODE.narrow:

@@ -141,6 +141,7 @@ def top_k_distillation_kernel(
     ids_ptr,  # (N, K), contiguous, any integer dtype
     probs_ptr,  # (N, K), contiguous, any dtype
     token_ptr,  # (N,), any dtype; not read without WEIGHTED
+    lse_low_ptr,  # (N,); not read without LSE_LOW
     loss_ptr,  # (N,), written, as the next two
     grad_ids_ptr,  # (N, K)
     grad_lse_ptr,  # (N,)
@@ -152,6 +153,7 @@ def top_k_distillation_kernel(
     lse_square_scale: "fp64",
     TAIL: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    LSE_LOW: tl.constexpr,
     LSE_SQUARE: tl.constexpr,
     WIDTH: tl.constexpr,  # K, rounded up to a power of two
     STEP: tl.constexpr,  # ids that are compared with all others at a time
@@ -179,6 +181,9 @@ def top_k_distillation_kernel(
         probs, rest = _times(probs, z_factor), _times(rest, z_factor)
     x = tl.load(at_ids_ptr + row * stride_row + position * stride_id, mask=exists, other=0.0).to(ACC)
     lse = tl.load(lse_ptr + row).to(ACC)
+    low = tl.cast(0.0, ACC)
+    if LSE_LOW:
+        low = tl.load(lse_low_ptr + row).to(ACC)
     if TAIL:
         rest = tl.where(lse == float("-inf"), 0.0, rest)
         first = counted
@@ -192,13 +197,14 @@ def top_k_distillation_kernel(
         # A NaN stays one, as in torch's amax.
         shift = tl.where((lse >= largest) | (lse != lse), lse, largest)
         shift = tl.where(tl.max((different != different).to(tl.int32), axis=0) > 0, float("nan"), shift)
-        share, share_of_rest = tl.exp(different - shift), tl.exp(lse - shift)
+        log_rest = (lse - shift) + low
+        share, share_of_rest = tl.exp(different - shift), tl.exp(log_rest)
         sum_of_shares = tl.sum(share, axis=0) + share_of_rest
         log_sum = tl.log(sum_of_shares)
-        log_p, log_rest = x - shift - log_sum, lse - shift - log_sum
+        log_p, log_rest = x - shift - log_sum, log_rest - log_sum
         lse = shift + log_sum
     else:
-        log_p = x - lse
+        log_p = (x - lse) - low
     losses = tl.where(probs == 0.0, 0.0, probs * log_p)
     loss = -tl.sum(tl.where(exists, losses, 0.0), axis=0)
     total = tl.sum(tl.where(exists, probs, 0.0), axis=0)

@@ -205,16 +205,18 @@ def divergences_with_grad(
     teacher_logits: Tensor,
     target: Tensor,
     grad_scale: Tensor,
+    grad_dtype: torch.dtype | None = None,
     *,
+    narrow: bool = False,
     hard_weight: float = 0.0,
     **fields: Any,
 ) -> Run:
-    kinds: dict[str, Any] = {"statistics": True, "grad_scale": grad_scale, "hard_weight": hard_weight}
+    kinds: dict[str, Any] = {"statistics": True, "grad_scale": grad_scale, "hard_weight": hard_weight, "narrow": narrow}
     call = _Call(logits, teacher_logits, target, Divergences(**fields), out_strides=out_strides, **kinds)
     new_loss = new_rows(logits)
 
     def write(
-        gradient: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor
+        gradient: Tensor, logits: Tensor, teacher_logits: Tensor, target: Tensor, grad_scale: Tensor, *_: Any
     ) -> tuple[Tensor]:
         loss = new_loss()
         call(logits, teacher_logits, target, loss, upstream=call.upstream(grad_scale), grad=gradient)

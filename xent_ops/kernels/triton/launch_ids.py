@@ -86,6 +86,7 @@ def top_k_distillation(
     probs: Tensor,
     token_weight: Tensor | None = None,
     tail: bool = False,
+    lse_low: Tensor | None = None,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -96,17 +97,24 @@ def top_k_distillation(
         return lambda *_: (new_row(), new_ids(), new_row())
     strides, as_at = _strided(at_ids)
     numbers = (ids_per_row, *strides, options.ignore_index, most(probs), lse_square_scale)
-    flags = {"TAIL": tail, "WEIGHTED": token_weight is not None, "LSE_SQUARE": lse_square_scale != 0.0}
+    flags = {"TAIL": tail, "WEIGHTED": token_weight is not None, "LSE_LOW": lse_low is not None}
+    flags["LSE_SQUARE"] = lse_square_scale != 0.0
     launch = Launch(top_k_distillation_kernel, number, *numbers, **flags, **_pairs(ids_per_row), num_stages=1)
     as_lse, as_ids, as_probs = dense_like(lse), dense_like(ids), dense_like(probs)
-    as_tokens = optional_like(token_weight)
+    as_tokens, as_low = optional_like(token_weight), optional_like(lse_low)
 
     def run(
-        at_ids: Tensor, lse: Tensor, ids: Tensor, probs: Tensor, token_weight: Tensor | None = None, *_: bool
+        at_ids: Tensor,
+        lse: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        token_weight: Tensor | None = None,
+        tail: bool = False,
+        lse_low: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss, grad_ids, grad_lse = new_row(), new_ids(), new_row()
-        inputs = (as_at(at_ids), as_lse(lse), as_ids(ids), as_probs(probs), as_tokens(token_weight, lse))
-        launch(*inputs, loss, grad_ids, grad_lse)
+        optional = (as_tokens(token_weight, lse), as_low(lse_low, lse))
+        launch(as_at(at_ids), as_lse(lse), as_ids(ids), as_probs(probs), *optional, loss, grad_ids, grad_lse)
         return loss, grad_ids, grad_lse
 
     return run
