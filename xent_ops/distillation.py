@@ -129,6 +129,7 @@ def linear_distillation_loss(
     accumulate_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
     """``distillation_loss`` from the hidden states and heads of a student and its teacher, without all logits.
@@ -150,8 +151,10 @@ def linear_distillation_loss(
         divisor, accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``, for both heads if both have such matrix multiplications. Without
             a target no row is ignored, and it saves nothing. Not with a shard.
-        shard: as for ``linear_cross_entropy``, for both heads, which are split at the same classes. 3 numbers a row are
-            all-gathered, or 2 and then 2 more with beta between 0 and 1. ``hard_weight`` adds 1, or 2 at a temperature
+        logits_dtype: of both logits. None: torch.float32 for 16-bit inputs, because two near models differ by less than
+            the rounding of their logits. The input's dtype rounds them and takes less time: docs/distillation.md.
+        shard: as for ``linear_cross_entropy``, for both heads, which are split at the same classes. 5 numbers a row are
+            all-gathered, or 4 and then 2 more with beta between 0 and 1. ``hard_weight`` adds 1, or 3 at a temperature
             other than one. reduction="none" has no gradients.
 
     Returns:
@@ -173,8 +176,10 @@ def linear_distillation_loss(
         only_plain_tensors("xent_ops.linear_distillation_loss", *tensors, token_weight, divisor)
         target_args = (target, ignore_index, hard_weight, input, parts, (token_weight,), reduction)
         labels, ignored = distillation_arguments.target_of(*target_args)
-        raw_options, chunking = (ignored, 0.0, None, 1.0, 0.0, reduction), (accumulate_dtype, chunk_rows, skip_ignored)
-        call = bind(input, linear_weight, labels, linear_bias, None, raw_options, chunking, divisor, token_weight)
+        raw_options = (ignored, 0.0, None, 1.0, 0.0, reduction)
+        raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
+        head_args = (input, linear_weight, labels, linear_bias, None)
+        call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight).with_exact_logits()
         checks.token_weight(token_weight, labels)
         teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))
         options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
@@ -191,7 +196,7 @@ def linear_distillation_loss(
     output_mask = wanted_gradients(call.input, call.head)
     heads = (*student[:2], target, *teacher[:2], student[2], teacher.teacher_bias)
     keywords: dict[str, Any] = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
-    keywords |= fixed.spec.keywords()
+    keywords |= {"logits_dtype": call.head.chunking.logits_dtype, **fixed.spec.keywords()}
     if reduction == "none" or not any(output_mask) or transforms.is_jit_traced():
         name = "linear_divergences_forward"
         values, _, _ = differentiable(name, *heads, accumulate_dtype=accumulate_dtype, **keywords)

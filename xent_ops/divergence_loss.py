@@ -80,16 +80,16 @@ def linear_distillation_token_loss(
         reduction, divisor, ignore_index: as for ``linear_token_loss``.
         num_classes, softcap, logit_scale, teacher_softcap, teacher_logit_scale: as for ``linear_distillation_loss``;
             num_classes and ``classes`` exclude each other.
-        logits_dtype: torch.float32 for 16-bit input: the logits of both are not rounded. The gradient of overlap is
-            discontinuous where s = t, so rounded logits change it more than that of a KL.
+        logits_dtype: as for ``linear_distillation_loss``. The gradient of overlap is discontinuous where s = t, so
+            rounded logits change it more than that of a KL.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
         skip_ignored: as for ``linear_cross_entropy``, for both heads. Code compiled for a CPU computes all rows.
         check: as for ``linear_token_loss``.
         shard: as for ``linear_distillation_loss``; fn gets all tokens on every rank. ``classes`` are then those of this
             rank: the row of its ``teacher_weight`` of each of its student's classes. So the student's head is split
-            where the teacher's is, and the teacher's has no padding. A row all-gathers two numbers, one for each of kl,
-            reverse_kl and log_prob that fn reads, four for the argmaxes, and then two for each of jsd and overlap;
-            ``classes`` adds one, and one for the argmaxes. Not with ``check`` or ``skip_ignored``.
+            where the teacher's is, and the teacher's has no padding. A row all-gathers four numbers, one for each of
+            kl, reverse_kl and log_prob that fn reads, four for the argmaxes, and then two for each of jsd and overlap;
+            ``classes`` adds two, and one for the argmaxes. Not with ``check`` or ``skip_ignored``.
 
     Returns:
         The loss, float32 (float64 for float64 input), (). It has no second derivatives, no torch.func, no forward-mode
@@ -117,6 +117,7 @@ def linear_distillation_token_loss(
         raw_options = (ignored, 0.0, None, 1.0, 0.0, reduction)
         raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
         call = bind(input, linear_weight, labels, linear_bias, None, raw_options, raw_chunking, divisor)
+        call = call.with_exact_logits()
         checks.reduction(reduction, ("mean", "sum"))
         arguments.boolean("check", check)
         teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias), classes)
@@ -131,7 +132,8 @@ def linear_distillation_token_loss(
     call = call.in_autocast_dtype().as_sum()
     head = call.head
     heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
-    of_chunks = {"accumulate_dtype": accumulate_dtype, "logits_dtype": logits_dtype, "chunk_rows": chunk_rows}
+    of_chunks = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
+    of_chunks["logits_dtype"] = head.chunking.logits_dtype
     refuse("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
     learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
     function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher)

@@ -78,7 +78,7 @@ def linear_cross_entropy(
         logits_dtype: torch.float32 keeps the logits of 16-bit inputs in float32, the dtype in which the matrix
             multiplications add up. Nothing is rounded to 16 bits before the softmax. Log-probabilities are 100 times
             nearer, for 3 % of the time and a chunk of logits twice as large. Gradients are still rounded to 16 bits.
-            With skip_ignored on a GPU all rows are computed. None: the input's dtype.
+            None: the input's dtype.
         products: "fp8" multiplies 8-bit numbers (e4m3) in all three multiplications. "fp8_gradients" does so for the
             gradients only; loss and statistics come from 16-bit multiplications. For bfloat16 and float16 and H a
             multiple of 16, on GPUs of compute capability 8.9 or more; on a CPU in plain torch with the same rounding.

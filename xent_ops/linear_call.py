@@ -40,6 +40,16 @@ class LinearCall(NamedTuple):
             return self  # copying the records would take Dynamo 6 ms
         return self._replace(input=input, head=self.head._replace(weight=weight, bias=bias))
 
+    def with_exact_logits(self) -> LinearCall:
+        """For a loss that compares two models: float32 logits of 16-bit inputs, unless the caller chose a dtype.
+
+        Two near models differ by less than the rounding of their logits to 16 bits.
+        """
+        if self.head.chunking.logits_dtype is not None:
+            return self
+        chunking = self.head.chunking._replace(logits_dtype=accumulator(self.input))
+        return self._replace(head=self.head._replace(chunking=chunking))
+
     def as_sum(self) -> LinearCall:
         """Turn a mean into a sum with a divisor: the number of counted rows, or the sum of their weights."""
         if self.loss.reduction != "mean":

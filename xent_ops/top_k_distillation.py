@@ -149,7 +149,8 @@ def linear_top_k_distillation_loss(
         reduction: "mean" divides by the number of counted rows, or by the sum of their token_weight; "sum"; or "none",
             one number per row, which takes four matrix multiplications.
         ignore_index, lse_square_scale, softcap, logit_scale, token_weight: as for ``cross_entropy``.
-        divisor, accumulate_dtype, chunk_rows, logits_dtype, batch_invariant: as for ``linear_cross_entropy``.
+        divisor, accumulate_dtype, chunk_rows, batch_invariant: as for ``linear_cross_entropy``.
+        logits_dtype: as for ``linear_distillation_loss``, of the student.
         skip_ignored: as for ``linear_cross_entropy``. Code compiled for a CPU computes all rows.
         shard: as for ``linear_cross_entropy``, of a mean or a sum, with K + 3 numbers a row. Not with ``skip_ignored``.
 
@@ -172,7 +173,8 @@ def linear_top_k_distillation_loss(
     def bind_call() -> LinearCall:
         check_teacher(input, ids, probs, tail, ignore_index)
         head_args = (input, linear_weight, ids, linear_bias, None)
-        return bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True)
+        call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True)
+        return call.with_exact_logits()
 
     if shard is not None:
         from .distributed import token_loss as over_ranks  # this import is slow

@@ -220,11 +220,13 @@ def test_losses_of_tokens(loss, monkeypatch):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation(beta, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    problem, lines = eager_lines(tokens.distillation, {"teacher": 24, "beta": beta})
-    assert len(lines) == 5
+    problem, lines = eager_lines(tokens.distillation, {"teacher": 24, "beta": beta, "chunk_rows": [16, 32]})
+    assert len(lines) == 7
+    names = [one.name for one in tokens.teacher_lines(beta, torch.bfloat16)]
+    assert "xent float32 logits eager" in names and "xent bfloat16 logits eager" in names
     for which in (0, 1):
         problem.use_targets(which)
-        for other, found in ((beta, lines), (0.25, tokens.teacher_lines(0.25)[1:6])):
+        for other, found in ((beta, lines), (0.25, tokens.teacher_lines(0.25, torch.float32)[1:6])):
             for one in found:
                 assert right(problem, one) == (other == beta), one.name
 

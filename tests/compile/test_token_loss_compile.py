@@ -278,7 +278,7 @@ def test_the_last_chunk_ends_at_the_number_of_rows():
 
     def trace(x):
         head = loop.HeadSlice(torch.empty(V, H), None, None, chunking=loop.Chunking(chunk_rows=3))
-        ends, _ = loop._ends(x.shape[0], 2, x, head, 2)
+        ends, _ = loop._ends(x.shape[0], 2, [x], head, 2)
         found.extend((str(ends[-1]), str(x.shape[0])))
         return x.sin()
 

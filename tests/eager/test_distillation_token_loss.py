@@ -73,7 +73,8 @@ def test_float32_logits(device, dtype):
     torch.testing.assert_close(loss, wanted, rtol=2e-6, atol=2e-6)
     for grad, right in zip(*(torch.autograd.grad(*one) for one in ((loss, student), (wanted, wide))), strict=True):
         assert (grad.float() - right).norm() < 2e-2 * right.norm()
-    assert (call(student, teacher, all_fields, **options) - wanted).abs() > 1e-5
+    assert torch.equal(call(student, teacher, all_fields, **options), loss)
+    assert (call(student, teacher, all_fields, logits_dtype=dtype, **options) - wanted).abs() > 1e-5
 
 
 def test_constants_are_factors(device):

@@ -113,7 +113,7 @@ def test_ranks_hold_two_chunks_so_two_are_one(rows, world, chunk_rows, chunks):
     input = torch.empty(rows, 4096, device="meta", dtype=torch.bfloat16)
     weight = torch.empty(128256 // world, 4096, device="meta", dtype=torch.bfloat16)
     head = loop.HeadSlice(weight, None, None, (0, 128256), chunking=Chunking(chunk_rows))
-    ends, _ = loop._ends(rows, 1, input, head, world)
+    ends, _ = loop._ends(rows, 1, [input], head, world)
     assert ends[0] == 0 and ends[-1] == rows and len(ends) == chunks + 1
 
 

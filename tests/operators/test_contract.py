@@ -46,7 +46,7 @@ linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_
 attach_gradients: input; H=input columns=linear_weight; value
 row_divisors: target; V=weight; dtype token_weight lse_square_scale reduction divisor
 row_summary: loss; V=weight; token_weight lse_square_scale reduction
-linear_divergences_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype chunk_rows target target target output_mask token_weight reduction divisor
+linear_divergences_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target target output_mask token_weight reduction divisor
 linear_divergences_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target
 linear_divergences_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target output_mask
 linear_divergences_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; logits_dtype target target input

@@ -53,6 +53,10 @@ def test_values(device, dtype, features, classes, count):
     close(logits[:count], x[:count].double() @ head.double().t() + bias.double(), dtype)
     tile = launch_product._TILE.ROWS
     assert (logits[-(-count // tile) * tile :] == 7).all()
+    wide = torch.full((ROWS, -(-classes // 4) * 4), 7.0, device=device)[:, :classes]  # not rounded
+    launch_product.logits(x, head, bias, counted, wide)
+    close(wide[:count], x[:count].double() @ head.double().t() + bias.double(), torch.float32)
+    assert (wide[-(-count // tile) * tile :] == 7).all()
 
     gradient = logits.normal_()
     gradient[count:] = 0
@@ -90,7 +94,8 @@ def test_one_class_of_any_stride(device):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("entropy", [False, True])
-def test_a_whole_loss(device, entropy, monkeypatch):
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
+def test_a_whole_loss(device, entropy, logits_dtype, monkeypatch):
     """In chunks, of which the first is full, the second is not, and the third has no row."""
     monkeypatch.setattr(packing, "_on_the_host", lambda *args: packing._on_the_device(*args, launch_product))
     how = {"device": device, "dtype": torch.float16}
@@ -100,7 +105,7 @@ def test_a_whole_loss(device, entropy, monkeypatch):
 
     def step(**options):
         inputs = [tensor.clone().requires_grad_() for tensor in (x, head, bias)]
-        call = {"linear_bias": inputs[2], "chunk_rows": CHUNK, **options}
+        call = {"linear_bias": inputs[2], "chunk_rows": CHUNK, "logits_dtype": logits_dtype, **options}
         if entropy:
             made = xent_ops.linear_token_log_probs(*inputs[:2], target, **call)
             loss = made.log_probs.sum() + made.entropy[counted].sum()

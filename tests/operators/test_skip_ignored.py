@@ -22,6 +22,7 @@ OPTIONS = {
     "plain": {},
     "all": {"label_smoothing": 0.125, "lse_square_scale": 0.01, "softcap": 20.0, "logit_scale": 0.75},
     "float32": {"accumulate_dtype": torch.float32},
+    "float32 logits": {"logits_dtype": torch.float32},
     "divisor": {"reduction": "sum", "divisor": 7.0},
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     found = table("distillation", tokens.distillation, "a teacher's distribution", HEADS, "2048")
     found.add_argument("--teacher", type=positive, default=4096, metavar="HIDDEN", help="features of the teacher")
     found.add_argument("--beta", type=float, default=0.0, help="of the divergence, 0 to 1 (default: 0, forward KL)")
+    found.add_argument("--chunk-rows", **CHUNKS)
     found = table(
         "divergences", divergences.tables, "losses of draft models, beside their peers' formulas", HEADS, "2048"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from functools import partial as bound
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from xent_ops.bench.contestants import Contestant, Function, compiled, imported,
 from xent_ops.bench.problems import Head, Setting
 from xent_ops.bench.run import Table, tables_of
 
-from .tokens import FOUR_PRODUCTS, Distillation, both, counted, four_products, mean
+from .tokens import FOUR_PRODUCTS, Distillation, both, counted, four_products, logits_dtypes, mean
 
 
 class Pair(NamedTuple):
@@ -61,9 +62,10 @@ def pair_of(logits: Tensor, teacher_logits: Tensor, classes: Tensor | None) -> P
 # The next functions take (hidden, matrix, target, teacher's hidden, teacher's matrix, classes or None).
 
 
-def fused(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Any) -> Tensor:
+def fused(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Any, **options: Any) -> Tensor:
     *heads, classes = teacher
-    return xent_ops.linear_distillation_token_loss(hidden, matrix, *heads, fn, target=target, classes=classes)
+    options |= {"target": target, "classes": classes}
+    return xent_ops.linear_distillation_token_loss(hidden, matrix, *heads, fn, **options)
 
 
 def of_logits(fn: Any, hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Any) -> Tensor:
@@ -90,7 +92,7 @@ def speculators(loss: str) -> Function:
 class Divergences(Distillation):
     """A draft model of ``draft`` classes, or of all, beside a teacher of ``shape.classes``.
 
-    The overlap's gradient is discontinuous, so both have the logits rounded to their dtype.
+    The overlap's gradient is discontinuous: of rounded logits, float64 has the logits rounded to their dtype.
     """
 
     def __init__(self, loss: str, teacher: int, draft: int | None, shape: Shape, hidden: int, setting: Setting) -> None:
@@ -103,19 +105,25 @@ class Divergences(Distillation):
 
     def expected_rows(self, logits: Tensor, part: slice, options: Options) -> tuple[Tensor, Tensor]:
         teacher_logits = self.teacher[part].double() @ self.teacher_matrix.double().T
-        z = logits.detach().to(self.dtype).double().requires_grad_()
-        losses = self.fn(pair_of(z, teacher_logits.to(self.dtype).double(), self.classes))
+        z = logits.detach()
+        if options.get("rounded", True):
+            z, teacher_logits = z.to(self.dtype).double(), teacher_logits.to(self.dtype).double()
+        z.requires_grad_()
+        losses = self.fn(pair_of(z, teacher_logits, self.classes))
         value = torch.where(counted(self.target[part]), losses, 0.0).sum() / counted(self.target).sum()
         (grad,) = torch.autograd.grad(value, z)
         return value.detach(), grad
 
 
-def lines(loss: str, draft: int | None) -> list[Contestant]:
-    fn = LOSSES[loss]
+def lines(loss: str, draft: int | None, dtype: torch.dtype) -> list[Contestant]:
+    fn, ours = LOSSES[loss], []
+    for name, logits_dtype in logits_dtypes(dtype).items():
+        for line in both(name, partial(fused, fn, logits_dtype=logits_dtype)):
+            ours.append(dataclasses.replace(line, options={"rounded": logits_dtype != torch.float32}))
     theirs = "speculators" if draft is None else "SpecForge"
     found = [
         unit(FOUR_PRODUCTS, lambda: four_products),
-        *both("xent", partial(fused, fn)),
+        *ours,
         Contestant("unfused xent compiled", "ours", compiled(partial(of_logits, fn))),
         Contestant(f"formulas of {theirs} compiled", "torch", compiled(partial(in_torch, fn))),
     ]
@@ -128,4 +136,5 @@ def tables(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
     if arguments.draft is not None and arguments.draft > min(shape.classes for shape in arguments.shapes):
         raise ValueError(f"--draft {arguments.draft}: the teacher of --shapes has fewer classes")
     problem = bound(Divergences, arguments.loss, arguments.teacher, arguments.draft)
-    return tables_of(problem, arguments.shapes, arguments.hidden, lines(arguments.loss, arguments.draft), setting)
+    known = lines(arguments.loss, arguments.draft, setting.dtype)
+    return tables_of(problem, arguments.shapes, arguments.hidden, known, setting)

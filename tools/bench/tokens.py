@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial as bound
 from typing import Any
 
@@ -257,10 +258,21 @@ def liger_jsd(beta: float) -> Function:
     return lambda hidden, matrix, target, *teacher: loss(hidden, matrix, *teacher, target, None, None)
 
 
-def teacher_lines(beta: float) -> list[Contestant]:
+def logits_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype | None]:
+    """The dtypes that two heads' logits may have, by the names of their lines. The first is the default."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return {"xent": None}
+    return {f"xent {str(of_logits).removeprefix('torch.')} logits": of_logits for of_logits in (torch.float32, dtype)}
+
+
+def teacher_lines(beta: float, dtype: torch.dtype, chunk_rows: Sequence[int] = ()) -> list[Contestant]:
+    ours = []
+    for (name, logits_dtype), rows in itertools.product(logits_dtypes(dtype).items(), chunk_rows or (None,)):
+        options = {"beta": beta, "logits_dtype": logits_dtype, "chunk_rows": rows}
+        ours += both(name if rows is None else f"{name} {rows} rows", partial(distilled, **options))
     return [
         unit(FOUR_PRODUCTS, lambda: four_products),
-        *both("xent", partial(distilled, beta=beta)),
+        *ours,
         Contestant("xent skipping", "ours", partial(distilled, beta=beta, skip_ignored=True)),
         Contestant("unfused xent compiled", "ours", compiled(partial(distilled_logits, beta=beta))),
         Contestant("unfused torch compiled", "torch", compiled(partial(distilled_in_torch, beta=beta))),
@@ -293,5 +305,6 @@ class Distillation(Head):
 
 
 def distillation(arguments: argparse.Namespace, setting: Setting) -> list[Table]:
-    known, problem = teacher_lines(arguments.beta), bound(Distillation, arguments.teacher, arguments.beta)
+    known = teacher_lines(arguments.beta, setting.dtype, arguments.chunk_rows or ())
+    problem = bound(Distillation, arguments.teacher, arguments.beta)
     return tables_of(problem, arguments.shapes, arguments.hidden, known, setting)

@@ -31,6 +31,7 @@ from .tokens import (
     distilled,
     four_products,
     grpo,
+    logits_dtypes,
     mean,
     stats_of,
 )
@@ -150,10 +151,10 @@ def of_tokens(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Tensor, 
 
 
 def teacher_lines(dtype: torch.dtype) -> list[Contestant]:
-    known = [unit(FOUR_PRODUCTS, lambda: four_products), Contestant("xent", "ours", partial(distilled, beta=0.0))]
-    for logits_dtype in (dtype, torch.float32) if dtype in (torch.bfloat16, torch.float16) else ():
-        name = f"xent token loss {str(logits_dtype).removeprefix('torch.')} logits"
-        known.append(Contestant(name, "ours", partial(of_tokens, logits_dtype=logits_dtype)))
+    known = [unit(FOUR_PRODUCTS, lambda: four_products)]
+    for name, logits_dtype in logits_dtypes(dtype).items():
+        known.append(Contestant(name, "ours", partial(distilled, beta=0.0, logits_dtype=logits_dtype)))
+        known.append(Contestant(f"{name} token loss", "ours", partial(of_tokens, logits_dtype=logits_dtype)))
     return [*known, Contestant("TRL", "peer", lambda: peers.trl_divergence(0.0), ("trl",), listed=True)]
 
 

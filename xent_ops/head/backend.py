@@ -31,8 +31,7 @@ def rows_to_compute(
         return PaddedRows(target, ignore_index, rows_of_one_shape(input, *size_args))
     if not chunking.skip_ignored:
         return ComputedRows(target)
-    plain = chunking.logits_dtype in (None, heads[0][0].dtype) and chunking.products is None
-    kernels = [counting_kernels(*head) for head in heads] if plain else [None]
+    kernels = [counting_kernels(*head) for head in heads] if chunking.products is None else [None]
     return counted_rows(target, ignore_index, None if None in kernels else kernels[0])
 
 

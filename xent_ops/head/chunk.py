@@ -90,7 +90,7 @@ def padded_logits(
 ) -> Tensor:
     """(rows, padded_classes)."""
     columns, dtype = head.shape[0], logits_dtype or input.dtype
-    kernels = None if count is None or dtype != input.dtype else counting_kernels(input, head)
+    kernels = None if count is None else counting_kernels(input, head)
     new = input.new_empty if kernels is None else input.new_zeros
     logits = new((input.shape[0], padded_classes(columns, dtype)), dtype=dtype)
     class_logits = first_columns(logits, columns)
@@ -151,13 +151,12 @@ def input_gradient(
     if not is_wanted:
         return head.new_empty(0)
     shape = (logits.shape[0], head.shape[1])
-    can_count = count is not None and dtype is None
-    kernels = counting_kernels(logits.new_empty(()).expand(shape), head) if can_count else None
+    kernels = None if count is None else counting_kernels(head.new_empty(()).expand(shape), head)
     if kernels is None:
         return write_product(grad_logits, head)
     assert count is not None
-    grad_input = logits.new_zeros(shape)
-    kernels.grad_input(logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)
+    grad_input = head.new_zeros(shape)
+    kernels.grad_input(grad_logits, head, count, torch.arange(shape[0], device=logits.device), grad_input)
     return grad_input
 
 
@@ -175,8 +174,7 @@ def chunk_add_(
     class_grads = front_of(first_columns(grad_logits, columns), input.dtype)
     if grad_linear_weight.dim() == 2:
         class_total, input = part_of(grad_linear_weight, slice(0, columns)), times(input, shares)
-        can_count = count is not None and grad_logits.dtype == input.dtype
-        kernels = counting_kernels(input, class_total) if can_count else None
+        kernels = None if count is None else counting_kernels(input, class_total)
         if kernels is None:
             add_product(class_total, class_grads.t(), input, first)
         else:

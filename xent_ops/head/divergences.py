@@ -18,10 +18,13 @@ from torch import Tensor
 from ..kernels.divergences import FIELDS, STATISTICS, Divergences
 from ..kernels.options import Chunking, LossOptions, RowOptions
 from ..kernels.reference import accumulator, is_counted
+from ..kernels.sizes import size_hint
 from . import float16
 from .backend import IN_MEMORY, Backend
 from .chunks import Gradients, as_rows, classes_of, divisors_and_factors, in_dtype, unpack_statistics
 from .packing import ComputedRows
+from .products import accumulator_of_weight
+from .sizes import rows_of_chunk
 
 _ops = torch.ops.xent
 
@@ -127,6 +130,10 @@ def _products(
     teacher_head, teacher_bias, _, _ = classes_of(*teacher[1:], None, 0, spec.num_classes)
     heads = (flat, head), (flat_teacher, teacher_head)
     rows = backend.rows(target, spec.options.ignore_index, chunking, *heads)
+    wider = output_mask[1] and accumulator_of_weight(flat.dtype, accumulate_dtype) != flat.dtype
+    size_args = (chunking.chunk_rows, chunking.logits_dtype, 2)
+    size = rows_of_chunk(size_hint(rows.number), flat, size_hint(head.shape[0]), wider, *size_args)
+    chunking = chunking._replace(chunk_rows=size)
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     dtype = dtype_of_teacher(flat_teacher.dtype, chunking.logits_dtype)
     teacher_chunking = Chunking(products.size, logits_dtype=None if dtype == flat_teacher.dtype else dtype)
@@ -229,11 +236,12 @@ def with_grad(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     skip_ignored: bool = False,
+    logits_dtype: torch.dtype | None = None,
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
     """(value, divisors, gradients). The gradients are like those of cross_entropy.with_grad."""
-    spec, chunking = Divergences(**fields), Chunking(chunk_rows, skip_ignored)
+    spec, chunking = Divergences(**fields), Chunking(chunk_rows, skip_ignored, logits_dtype)
     loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     divisors, (scale, _), shares = divisors_and_factors(input, target, None, token_weight, divisor, loss)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)

@@ -53,10 +53,12 @@ def rows_of_chunk(
     wider: bool,
     chunk_rows: int | None,
     logits_dtype: torch.dtype | None = None,
+    heads: int = 1,
 ) -> int:
     """The rows of a chunk, for this number of rows of input (N, H) and this number of classes.
 
-    ``wider``: the sum of the weight's gradient has more bytes than the result.
+    ``wider``: the sum of the weight's gradient has more bytes than the result. ``heads``: two have a chunk of logits
+    each. If these are wider than the input, a chunk has half the rows, and both take the memory of the input's dtype.
     """
     number, features = max(number, 1), input.shape[1]
     if chunk_rows is not None:
@@ -65,11 +67,12 @@ def rows_of_chunk(
     rows = least = _least_rows(input)
     while not on_cpu and rows < number and 2 * rows * classes * itemsize <= _BYTES:
         rows *= 2
-    rows = _within_most_bytes(rows, input, classes, logits_dtype)
+    halved = heads == 2 and not on_cpu and logits_dtype is not None and logits_dtype.itemsize > itemsize
+    rows = _within_most_bytes(rows, input, classes, None if halved else logits_dtype)
     if wider and not on_cpu and rows < features:
         # The sum and its copy exist together only at the end. Until then a chunk of H rows uses the copy's memory.
         rows = max(rows, min(features // least * least, 2 * rows))
-    return evenly(number, rows)
+    return evenly(number, max(rows // 2, 1) if halved else rows)
 
 
 def without_gradients(chunking: Chunking, number: int, input: Tensor, classes: int) -> Chunking:

@@ -250,7 +250,8 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
     ),
     "linear_divergences_with_grad": (
         f"({TWO_HEADS}, {DIVISOR}, {TOKEN_WEIGHT}, {OUTPUT_MASK}, {ACCUMULATE}, *, {DIVERGENCES}, "
-        f"float hard_weight=0.0, {REDUCTION}, {CHUNKS}) -> (Tensor value, Tensor divisors, {LINEAR_GRADS})",
+        f"float hard_weight=0.0, {REDUCTION}, {CHUNKS}, {LOGITS_DTYPE}) "
+        f"-> (Tensor value, Tensor divisors, {LINEAR_GRADS})",
         None,
     ),
     "linear_scale_grad": ("(Tensor grad, Tensor factor) -> Tensor scaled", None),

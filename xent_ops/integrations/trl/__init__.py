@@ -66,7 +66,9 @@ def use_xent(
             your subclass of one. It is changed in place, and so are its model and its reference.
         any_version: accept versions of TRL that are not tested.
         accumulate_dtype, chunk_rows: as for ``linear_cross_entropy``.
-        logits_dtype, products, batch_invariant: as for ``linear_cross_entropy``; not for the two distillation trainers.
+        logits_dtype: as for ``linear_cross_entropy``; for the two distillation trainers as for
+            ``linear_distillation_loss``.
+        products, batch_invariant: as for ``linear_cross_entropy``; not for the two distillation trainers.
         skip_ignored: as for ``linear_cross_entropy``: tokens without a label, such as prompts, take no time in the head
             (except with batch_invariant).
 
@@ -177,7 +179,7 @@ def _models(trainer: Any, kind: type) -> dict[str, PreTrainedModel]:
 
 
 def _of_distillation(options: dict[str, Any]) -> dict[str, Any]:
-    for name, default in (("logits_dtype", None), ("products", None), ("batch_invariant", False)):
+    for name, default in (("products", None), ("batch_invariant", False)):
         if options.pop(name) is not default:
             raise ValueError(f"{name} is not of linear_distillation_loss, which this trainer takes")
     return options

@@ -18,6 +18,7 @@ from trl.trainer import distillation_trainer
 
 from ... import distillation, linear
 from ...kernels.options import Activation
+from ...kernels.reference import accumulator
 from .. import heads, tails
 
 
@@ -124,8 +125,10 @@ class Divergence:
         loss = teacher.divergence(student, target, tail, num_items_in_batch, self.options)
         input, weight, bias = student
         entropy_options: dict[str, Any] = {"linear_bias": bias, **tails.with_temperature(tail, temperature)._asdict()}
+        entropy_options |= self.options  # TRL's logits have float32 here too
+        entropy_options["logits_dtype"] = self.options["logits_dtype"] or accumulator(input)
         with torch.no_grad():
-            entropy = linear.linear_token_log_probs(input, weight, target, **entropy_options, **self.options).entropy
+            entropy = linear.linear_token_log_probs(input, weight, target, **entropy_options).entropy
         return loss, entropy.sum(), counted.sum()
 
 

@@ -73,16 +73,17 @@ def logits(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, cou
 
     TMA writes whole 16 bytes: the memory behind a row of out must have room for them.
     """
-    classes, features = linear_weight.shape
+    (classes, features), quarters = linear_weight.shape, out.dtype == torch.float32
     logits_kernel[(_programs(out, _tiles(*out.shape)),)](
         _descriptor(input, _TILE.ROWS, _TILE.INNER),
         _descriptor(linear_weight, _TILE.COLUMNS, _TILE.INNER),
-        _descriptor(out, _TILE.ROWS, _TILE.COLUMNS // 2),
+        _descriptor(out, _TILE.ROWS, _TILE.COLUMNS // 4 if quarters else _TILE.COLUMNS // 2),
         count if linear_bias is None else linear_bias,
         count,
         classes,
         features,
         BIAS=linear_bias is not None,
+        QUARTERS=quarters,
         GROUP=_GROUP,
         **_TILE._asdict(),
         **_COMPILER,

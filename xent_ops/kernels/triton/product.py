@@ -65,12 +65,13 @@ def _write_halves(out, tile, row, column, ADD: tl.constexpr, ROWS: tl.constexpr,
 def logits_kernel(
     input,  # (M, H); a descriptor, as all that are not pointers
     linear_weight,  # (V, H)
-    logits,  # (M, V), in halves of a tile
+    logits,  # (M, V), in halves or quarters of a tile
     bias_ptr,  # (V,)
     count_ptr,  # (): the number of rows, int32
     classes,
     features,
     BIAS: tl.constexpr,
+    QUARTERS: tl.constexpr,  # for float32
     GROUP: tl.constexpr,  # rows of tiles that run together: they read the same part of linear_weight
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -91,8 +92,12 @@ def logits_kernel(
             left += tl.load(bias_ptr + columns, mask=columns < classes, other=0.0).to(tl.float32)[None, :]
             columns += HALF
             right += tl.load(bias_ptr + columns, mask=columns < classes, other=0.0).to(tl.float32)[None, :]
-        _write(logits, left, row, column, False)
-        _write(logits, right, row, column + HALF, False)
+        if QUARTERS:
+            _write_halves(logits, left, row, column, False, ROWS, HALF)
+            _write_halves(logits, right, row, column + HALF, False, ROWS, HALF)
+        else:
+            _write(logits, left, row, column, False)
+            _write(logits, right, row, column + HALF, False)
 
 
 @triton.jit
