@@ -269,6 +269,12 @@ def test_refusals(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_labels_of_bars():
+    """Of one picture with the same digits."""
+    assert report.labels([23.0, 7.8206, 0.0]) == ["23.00", "7.82", "0.00"]
+    assert report.labels([1568.4, 7.82]) == ["1568", "8"]
+
+
 def test_a_plot_without_matplotlib_is_refused_first(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stopped:

@@ -1,5 +1,8 @@
 """Losses that are a user's function of a token's divergences: costs, refusals. Values: tests/fuzz."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -274,3 +277,27 @@ def test_classes_that_are_not_ids(device, raises_out_of_range):
             function(offsets)
         with pytest.raises(IndexError, match="classes has 40, which the teacher does not have: valid are 0 to 39"):
             function(ids.clone().fill_(T))
+
+
+def test_a_teacher_that_masks_the_whole_draft_vocabulary():
+    """EAGLE-3 of docs/recipes.md: its kl is NaN in this row, which counts nothing."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    (function,) = re.findall(r"^def eagle3\(.*?(?=^\n)", page, re.DOTALL | re.MULTILINE)
+    names = {"torch": torch}
+    exec(function, names)
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    y, v, classes, weight = torch.randn(3, 8), torch.randn(20, 8), torch.arange(0, 20, 4), torch.rand(3)
+    logits = y @ v.t()
+    logits[1, classes] = -torch.inf
+    logits[0] = logits[0].sort().values.roll(1)  # the largest is class 0 of the draft's
+    loss = xent_ops.distillation_token_loss(
+        x @ w.t(), logits, names["eagle3"], rows=(weight,), classes=classes, reduction="sum"
+    )
+    log_t, log_s = logits[0, classes].log_softmax(-1), (x[0] @ w.t()).log_softmax(-1)
+    in_draft = torch.isin(logits[2].argmax(), classes)
+    others = (
+        logits[2, classes].softmax(-1) * (logits[2, classes].log_softmax(-1) - (x[2] @ w.t()).log_softmax(-1))
+    ).sum()
+    wanted = weight[0] * (log_t.exp() * (log_t - log_s)).sum() + weight[2] * in_draft * others
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(wanted, (x, w)))

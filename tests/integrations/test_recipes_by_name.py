@@ -80,21 +80,53 @@ def test_olmo_core(recipes, monkeypatch, reduction, z_loss):
     torch.testing.assert_close((ours.ce_loss, ours.z_loss), (theirs.ce_loss, theirs.z_loss), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name, beta", [("kl_div_loss", 0.0), ("reverse_kl_div_loss", 1.0), ("js_div_loss", 0.5)])
-def test_speculators(name, beta):
+@pytest.fixture(scope="module")
+def speculators_losses():
     """Its losses in plain torch. Their file is run by itself, because the package wants an older transformers."""
     found = importlib.util.find_spec("speculators")
     if found is None:
         pytest.skip("speculators is not installed")
     losses = {}
     exec(Path(found.origin).parent.joinpath("losses", "eager.py").read_text(), losses)
+    return losses
+
+
+def two_heads():
     hidden, head = torch.randn(1, S, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    teacher_hidden, teacher_head = torch.randn(1, S, H), torch.randn(V, H)
-    theirs = losses[name](hidden @ head.T, teacher_hidden @ teacher_head.T)
+    return hidden, head, torch.randn(1, S, H), torch.randn(V, H)
+
+
+@pytest.mark.parametrize("name, beta", [("kl_div_loss", 0.0), ("reverse_kl_div_loss", 1.0), ("js_div_loss", 0.5)])
+def test_speculators(speculators_losses, name, beta):
+    hidden, head, teacher_hidden, teacher_head = two_heads()
+    theirs = speculators_losses[name](hidden @ head.T, teacher_hidden @ teacher_head.T)
     options = {"beta": beta, "reduction": "none"}
     ours = xent_ops.linear_distillation_loss(hidden, head, teacher_hidden, teacher_head, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert_equal(ours.sum(), theirs.sum(), [hidden, head])
+
+
+def lk_hybrid(divergences):
+    """The blend of docs/recipes.md#lk-losses."""
+    weight = (-3 * divergences.overlap.detach()).exp()
+    return weight * divergences.kl + (1 - weight) * (1 - divergences.overlap)
+
+
+SPECULATORS = {
+    "tv_loss": lambda divergences: 1 - divergences.overlap,
+    "neg_log_acceptance_loss": lambda divergences: -divergences.overlap.log(),
+    "lk_hybrid_loss": lk_hybrid,
+}
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_speculators_by_a_function(speculators_losses, name):
+    hidden, head, teacher_hidden, teacher_head = two_heads()
+    logits = hidden @ head.T, teacher_hidden @ teacher_head.T
+    theirs, fn = speculators_losses[name](*logits).mean(), SPECULATORS[name]
+    ours = xent_ops.linear_distillation_token_loss(hidden, head, teacher_hidden, teacher_head, fn)
+    assert_equal(ours, theirs, [hidden, head])
+    assert_equal(xent_ops.distillation_token_loss(*logits, fn), theirs, [hidden, head])
 
 
 def metric_problem(name, **options):

@@ -133,6 +133,12 @@ class Before:
             result.notes += [word for word, holds in apart.items() if holds and alike]
 
 
+def labels(values: Sequence[float]) -> list[str]:
+    """Of the bars of one axis, with the same number of digits: 7.82 and 23.00, 1568 and 8."""
+    digits = 0 if max(values) >= 100 else 2
+    return [f"{value:.{digits}f}" for value in values]
+
+
 def draw(path: Path, results: Sequence[Result], title: str) -> None:
     """Draw bars. Each table is a row with times and memory side by side. An unsteady time is hatched."""
     import matplotlib
@@ -145,12 +151,13 @@ def draw(path: Path, results: Sequence[Result], title: str) -> None:
     figure, grid = plt.subplots(len(tables), 2, figsize=size, layout="constrained", squeeze=False)
     colours = {"ours": "#0072b2", "torch": "#6e7781", "unit": "#6e7781", "peer": "#d55e00"}
     for table, (times, memory) in zip(tables, grid, strict=True):
-        for result in (result for result in reversed(results) if result.table == table):
+        of_table = [result for result in reversed(results) if result.table == table]
+        peaks = [(result.peak_bytes or 0) / 2**20 for result in of_table]
+        for result, peak, label in zip(of_table, peaks, labels(peaks), strict=True):
             style = {"color": colours[result.kind], "hatch": "///" * result.unsteady, "edgecolor": "white"}
             times.bar_label(times.barh(result.variant, result.ms or 0, **style), fmt="%.4f", padding=3)
-            peak = (result.peak_bytes or 0) / 2**20
             bar = memory.barh(result.variant, peak, color=style["color"])
-            memory.bar_label(bar, fmt="%.0f" if peak >= 10 else "%.3g", padding=3)
+            memory.bar_label(bar, [label], padding=3)
         for axes in (times, memory):
             axes.margins(x=0.25)  # for the figures behind the bars
         times.set_title(f"{table}, ms", fontsize=10)

@@ -11,7 +11,7 @@ autograd compares no versions, so there the gradient gets its own memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def summarised(
 ) -> tuple[Tensor, ...]:
     """(value, z-loss, accuracy, loss, lse, argmax, entropy) of a mean or a sum, in eager."""
     checks.constant("weight", weight)
-    return SummaryFunction.apply(logits, target, weight, token_weight, loss, with_statistics, batch_invariant)
+    return _apply_summary(logits, target, weight, token_weight, loss, with_statistics, batch_invariant)
 
 
 def with_grad(
@@ -90,7 +90,7 @@ def with_grad(
     """
     checks.constant("weight", weight)
     in_place = in_place and _may_overwrite(logits)
-    return GradInForwardFunction.apply(logits, target, weight, token_weight, loss, in_place, with_statistics)
+    return _apply_grad_in_forward(logits, target, weight, token_weight, loss, in_place, with_statistics)
 
 
 def by_rows(
@@ -175,10 +175,6 @@ class CrossEntropyFunction(torch.autograd.Function):
         if ctx.in_place:
             _refuse_derivatives("inplace_backward", grad)
         return _gradient(grad, None, ctx.saved_tensors[:6], ctx.options, ctx.in_place), None, None, None, None
-
-
-# Function.apply would bind forward's signature at every call, for 20 us of host time.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, CrossEntropyFunction).apply
 
 
 class SummaryFunction(torch.autograd.Function):
@@ -279,8 +275,7 @@ def _gradient_in_plain_torch(
 ) -> Tensor:
     """Compute the lse again, because it depends on the logits."""
     (logits, target, _, weight, divisors, _), keywords = saved, as_record(options)
-    _, lse, lse_low = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])
-    keywords["lse_low"] = lse_low
+    _, lse, keywords["lse_low"] = reference.cross_entropy_forward(logits, target, weight, options=keywords["options"])
     return reference.cross_entropy_backward(grad, grad_lse, logits, target, lse, weight, divisors, **keywords)
 
 
@@ -338,3 +333,8 @@ class GradInForwardFunction(torch.autograd.Function):
             below_autograd(_ops.scale_grad_.default, gradient, grad)
         ctx.spent = True
         return gradient, *(None,) * 6
+
+
+_nodes: Any = CrossEntropyFunction, SummaryFunction, GradInForwardFunction
+# Function.apply would bind forward's signature at every call, for up to 20 us of host time.
+_apply, _apply_summary, _apply_grad_in_forward = (super(torch.autograd.Function, node).apply for node in _nodes)
