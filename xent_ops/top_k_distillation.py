@@ -89,12 +89,16 @@ def check_teacher(input: Any, ids: Any, probs: Any, tail: Any, ignore_index: Any
         return
     values = torch.where(is_counted(ids, scalars.integer("ignore_index", ignore_index)), probs, 0.0)
     checks.refuse_log_probabilities("probs", values)
-    limit, largest = most(probs), float(values.to(torch.float64).sum(-1).max())
-    if tail and largest > limit:
-        raise ValueError(
-            f"probs of a row add up to {largest}; expected at most {limit}: with tail=True the other classes have what "
-            "they leave of one"
-        )
+    if tail:
+        values = values.to(torch.float64)
+        totals, limits = values.sum(-1).reshape(-1), most(values).reshape(-1)
+        row = int((totals - limits).argmax())
+        if totals[row] > limits[row]:
+            raise ValueError(
+                f"probs of a row of ids add up to {float(totals[row]):.6g}; expected at most {float(limits[row]):.6g}, "
+                "one and what rounding to bfloat16 adds: with tail=True the classes beside ids have what probs leave "
+                "of one. If ids are all classes that have a probability, pass probs / probs.sum(-1, keepdim=True)"
+            )
 
 
 def bind_loss(call: LinearCall, probs: Tensor, tail: bool) -> tuple[LinearCall, TopKLoss]:
@@ -142,10 +146,11 @@ def linear_top_k_distillation_loss(
             skipped, equal classes add up, and a row is ignored if all of its places are.
         probs: (..., K), floating point, the probabilities p of these classes. They are a constant.
         tail: all other classes form one more class. Its probability is 1 - sum_k p_k. Its log-probability is accurate,
-            however small or large it is. Probabilities that add up to more than one, by more than 0.001 and more than
-            the rounding of their dtype (.0078 for bfloat16), are a ValueError on a CPU; on a GPU and in compiled code
-            the loss is NaN. Where the ids name every class that is not masked by -inf, the tail adds nothing. Without a
-            tail, the loss of probabilities that add up to less than one is not least at q = p.
+            however small or large it is. The p_k may add up to what rounding to bfloat16 explains, and the tail then
+            has 0: 1.0078, and .0039 more for each nat of -sum_k p_k log p_k, for log-probabilities that were rounded.
+            More is a ValueError on a CPU; on a GPU and in compiled code the loss is NaN. Where the ids name every class
+            that is not masked by -inf, the tail adds nothing. Without a tail, the loss of probabilities that add up to
+            less than one is not least at q = p.
         reduction: "mean" divides by the number of counted rows, or by the sum of their token_weight; "sum"; or "none",
             one number per row, which takes four matrix multiplications.
         ignore_index, lse_square_scale, softcap, logit_scale, token_weight: as for ``cross_entropy``.

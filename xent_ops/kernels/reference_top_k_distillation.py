@@ -23,12 +23,15 @@ from .options import DEFAULTS, RowOptions
 from .reductions import times
 from .reference import is_counted
 
-_OVER = 1e-3  # probabilities may add up to 1 + _OVER
+# Teachers are stored in bfloat16 and read as float32. A probability is rounded, and so is the sum that it was divided
+# by: twice eps / 2. If log p was rounded, p is off by a factor exp(|log p| eps / 2) at most.
+_EPS = torch.finfo(torch.bfloat16).eps
+MOST, MOST_PER_NAT = 1.0 + _EPS, _EPS / 2
 
 
-def most(probs: Tensor) -> float:
-    """The largest sum of probabilities. Each is rounded, and so is the sum that they were divided by: twice eps / 2."""
-    return 1.0 + max(_OVER, torch.finfo(probs.dtype).eps)
+def most(p: Tensor) -> Tensor:
+    """(...): the largest sum of probabilities (..., K) that rounding to bfloat16 explains."""
+    return MOST - MOST_PER_NAT * torch.where(p > 0.0, p * p.log(), 0.0).sum(-1)
 
 
 def _is_first(ids: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def top_k_distillation(
     low = torch.zeros_like(lse) if lse_low is None else lse_low.to(dtype)
     p = torch.where(counted, probs.to(dtype), 0.0)
     total = p.sum(-1)
-    wrong = total != total.clamp(0.0, most(probs) if tail else None)
+    wrong = ~((total >= 0.0) & (total <= most(p))) if tail else ~(total >= 0.0)  # NaN is wrong
     p = torch.where(wrong.unsqueeze(-1), float("nan"), p)
     if token_weight is not None:
         factors = torch.where(row_counted, token_weight.to(dtype), 0.0)

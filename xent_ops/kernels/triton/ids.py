@@ -149,7 +149,8 @@ def top_k_distillation_kernel(
     stride_row,
     stride_id,
     ignore_index: "i64",
-    most: "fp64",  # the largest sum of probabilities
+    most: "fp64",  # the largest sum of probabilities, of no entropy
+    most_per_nat: "fp64",
     lse_square_scale: "fp64",
     TAIL: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -172,7 +173,8 @@ def top_k_distillation_kernel(
     right = total >= 0.0  # not if it is NaN
     rest = tl.cast(0.0, ACC)
     if TAIL:
-        right &= total <= most
+        entropy = -tl.sum(tl.where(probs > 0.0, probs * tl.log(probs), 0.0), axis=0)
+        right &= total <= most + most_per_nat * entropy
         rest = tl.where(any_counted & right, tl.maximum(1.0 - total, 0.0), rest)
     probs = tl.where(right, probs, float("nan"))
     z_factor = tl.where(any_counted, 1.0, 0.0).to(ACC)

@@ -10,7 +10,7 @@ from triton import next_power_of_2
 
 from ..options import DEFAULTS, RowOptions
 from ..reference import accumulator
-from ..reference_top_k_distillation import most
+from ..reference_top_k_distillation import MOST, MOST_PER_NAT
 from ..rows import dense_like, optional_like
 from ..sizes import size_hint
 from .cached import Launch
@@ -96,7 +96,7 @@ def top_k_distillation(
     if size_hint(number) == 0:
         return lambda *_: (new_row(), new_ids(), new_row())
     strides, as_at = _strided(at_ids)
-    numbers = (ids_per_row, *strides, options.ignore_index, most(probs), lse_square_scale)
+    numbers = (ids_per_row, *strides, options.ignore_index, MOST, MOST_PER_NAT, lse_square_scale)
     flags = {"TAIL": tail, "WEIGHTED": token_weight is not None, "LSE_LOW": lse_low is not None}
     flags["LSE_SQUARE"] = lse_square_scale != 0.0
     launch = Launch(top_k_distillation_kernel, number, *numbers, **flags, **_pairs(ids_per_row), num_stages=1)
