@@ -202,5 +202,5 @@ def test_hybrid_model(monkeypatch, options):
     blocks = pytest.importorskip("megatron.core.models.hybrid.hybrid_block", reason="Megatron-Core before 0.18")
     monkeypatch.setattr(blocks, "TENorm", WrappedTorchNorm)
     want, model = one_step(make_hybrid(blocks)), make_hybrid(blocks)
-    assert str(use_xent(model, **options)).startswith("HybridModel: output_layer (64 classes over 1 ranks")
+    assert str(xent_ops.use_xent(model, **options)).startswith("HybridModel: output_layer (64 classes over 1 ranks")
     cases.assert_close(one_step(model), want)
