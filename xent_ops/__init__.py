@@ -19,6 +19,7 @@ from .linear import linear_cross_entropy, linear_cross_entropy_outputs, linear_t
 from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from .ops import foreign_names as _foreign_names
 from .outputs import CrossEntropyOutputs, TokenDivergences, TokenLogProbs, TopK
+from .token_divergences import linear_token_divergences, token_divergences
 from .token_loss import linear_token_loss, token_loss
 from .top_k import linear_top_k, top_k
 from .top_k_distillation import linear_top_k_distillation_loss, top_k_distillation_loss
@@ -49,11 +50,13 @@ __all__ = [
     "linear_cross_entropy_outputs",
     "linear_distillation_loss",
     "linear_distillation_token_loss",
+    "linear_token_divergences",
     "linear_token_log_probs",
     "linear_token_loss",
     "linear_top_k",
     "linear_top_k_distillation_loss",
     "remove_xent",
+    "token_divergences",
     "token_log_probs",
     "token_loss",
     "top_k",

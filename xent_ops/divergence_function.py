@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .head.divergence_chunk import DivergenceSteps, Rows, TeacherHead
+from .head.divergences import nan_unless_different, teacher_rows, tops
 from .head.float16 import Split
 from .head.loop import HeadSlice, OneRank, RowRange, Steps
 from .kernels.divergences import FIELDS, Divergences, FixedLoss
@@ -16,8 +17,9 @@ from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights, times
 from .kernels.reference import is_counted
 from .linear_call import LinearCall
-from .ops import arguments, checks, distillation_checks
+from .ops import arguments, checks, distillation_checks, transforms
 from .ops.formulas import differentiable
+from .ops.library import refuse
 from .ops.linear import composite
 from .outputs import TokenDivergences
 from .token_probe import FieldRecorder
@@ -45,6 +47,23 @@ def bind_teacher(tensors: Sequence[Any], classes: Any = None) -> TeacherHead:
     return TeacherHead(*composite.cast_for_autocast(*tensors))._replace(classes=bind_classes(classes))
 
 
+def bind_logits(input: Tensor, teacher_input: Tensor, target: Tensor, classes: Any, spec: Divergences) -> Tensor | None:
+    """The classes of two models' logits. Refuses what ``logits_statistics`` would."""
+    classes, teacher_logits = bind_classes(classes), teacher_input
+    if classes is not None:
+        if spec.num_classes is not None:
+            raise ValueError(distillation_checks.CLASSES_ALONE)
+        checks.same_device("classes", classes, input)
+        meaning = "the teacher's class of each of the student's"
+        meaning += distillation_checks.mask_hint(classes, teacher_input.shape[-1])
+        checks.same_shape("classes", classes.shape, input.shape[-1:], meaning)
+        if transforms.can_read(classes):
+            distillation_checks.class_values(classes, teacher_input.shape[-1])
+        teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
+    refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
+    return classes
+
+
 class TwoHeads(NamedTuple):
     """The arguments of a student and its teacher. distributed/consistency.py compares all fields between ranks."""
 
@@ -64,6 +83,14 @@ class DivergenceRows(TokenRows):
     teacher: TeacherHead | None = None  # None: of logits
     class_start: int | None = None
     with_tops = False
+    read: tuple[str, ...] = ()  # fields of TokenDivergences
+
+    def bind_fields(self, spec: Divergences, teacher: TeacherHead | None, class_start: int | None) -> None:
+        """``spec`` gets those of ``read``."""
+        self._read_values = [i for i, name in enumerate(_NAMES) if name in self.read]
+        self.spec = spec._replace(fields=",".join([FIELDS[i] for i in self._read_values] or FIELDS[:1]))
+        self.teacher, self.class_start = teacher, class_start
+        self.with_tops = any([name in self.read for name in _TOPS])
 
     def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
         assert self.teacher is not None
@@ -81,6 +108,66 @@ class DivergenceRows(TokenRows):
     def steps(self, head: HeadSlice, loss: LossOptions, upstream: Any, ranks: OneRank) -> Steps:
         assert self.teacher is not None
         return DivergenceSteps(head, self.teacher, self.spec, self.with_tops, upstream, ranks, self.class_start)
+
+    def _fields(self, read_values: Sequence[Tensor], of: Rows, target: Tensor) -> dict[str, Tensor]:
+        """Those of ``read``, 0 in ignored rows: values are so already."""
+        fields = dict(zip([_NAMES[i] for i in self._read_values], read_values, strict=True))
+        constants = dict(zip(_TOPS, of.tops.unbind(), strict=True)) if self.with_tops else {}
+        if "coverage" in self.read:
+            lse, lse_of_all, low, low_of_all = (of.statistics[i] for i in (1, 6, 8, 10))
+            constants["coverage"] = ((lse - lse_of_all) + (low - low_of_all)).exp()
+        counted = is_counted(target, self.ignore_index)
+        return fields | {name: torch.where(counted, constant, 0.0) for name, constant in constants.items()}
+
+
+def logits_statistics(
+    rows: DivergenceRows, input: Tensor, teacher_input: Tensor, target: Tensor, classes: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, statistics, tops) of both logits, as ``DivergenceRows.statistics`` of heads."""
+    spec = rows.spec
+    if classes is not None and spec.reads("log_prob") and transforms.can_read(target):
+        checks.index_values(target, None, classes, input.shape[-1], spec.options.ignore_index)
+    if input.dtype == torch.float64:  # the lse of all of the teacher's classes has the accumulator of its logits
+        teacher_input = teacher_input.to(input.dtype)
+    teacher = teacher_rows(teacher_input, target, classes, rows.with_tops, spec)
+    logit_args = (input, teacher.logits, target, teacher.lse)
+    values, statistics = differentiable("divergences_forward", *logit_args, **spec.keywords())
+    found = tops(input.detach(), teacher, target, classes, spec) if rows.with_tops else values.new_empty(0)
+    return values, statistics, found
+
+
+def factor_of_classes(classes: Tensor | None, number: int) -> Tensor | None:
+    """1 if the classes are different, else NaN, where that cannot raise an error; else None."""
+    return None if classes is None or transforms.can_read(classes) else nan_unless_different(classes, number)
+
+
+class TokenFields(DivergenceRows):
+    """The divergences of tokens themselves, for a caller that differentiates them."""
+
+    def __init__(
+        self,
+        read: tuple[str, ...],
+        target: Tensor,
+        dtype: torch.dtype,
+        spec: Divergences,
+        teacher: TeacherHead | None = None,
+        class_start: int | None = None,
+    ) -> None:
+        super().__init__([], target, spec.options.ignore_index, dtype, None)
+        self.read = read
+        self.bind_fields(spec, teacher, class_start)
+
+    def divergences(
+        self, values: Tensor, statistics: Tensor, tops: Tensor, target: Tensor, factor: Tensor | None
+    ) -> TokenDivergences:
+        """Of the target's shape. Fields that are not read are None."""
+        # Ignored rows get no gradient, even if that of the caller is NaN.
+        values = torch.where(is_counted(target, self.ignore_index), values, values.detach())
+        fields = self._fields([values[i] for i in self._read_values], Rows(values, statistics, tops), target)
+        if factor is not None:
+            fields = {name: field * factor.to(field.dtype) for name, field in fields.items()}
+        found: list[Any] = [fields[name] if name in self.read else None for name in TokenDivergences._fields]
+        return TokenDivergences(*found)
 
 
 class DivergenceFunction(DivergenceRows, UserFunction):
@@ -104,10 +191,7 @@ class DivergenceFunction(DivergenceRows, UserFunction):
         super().__init__(fn, rows, target, spec.options.ignore_index, dtype, learned=learned)
         if "log_prob" in self.read and not has_target:
             raise ValueError("fn reads log_prob, the log-probability of the target: pass target=")
-        self._read_values = [i for i, name in enumerate(_NAMES) if name in self.read]
-        self.spec = spec._replace(fields=",".join([FIELDS[i] for i in self._read_values] or FIELDS[:1]))
-        self.teacher, self.class_start = teacher, class_start
-        self.with_tops = any([name in self.read for name in _TOPS])
+        self.bind_fields(spec, teacher, class_start)
 
     def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[[Rows, RowRange], Tensor]:
         all_rows = self._rows(parts, self.number // parts)
@@ -139,16 +223,6 @@ class DivergenceFunction(DivergenceRows, UserFunction):
         read_values = [values[i] for i in self._read_values]
         return self._fields(read_values, Rows(values, statistics, tops), target), self._rows(self.number)
 
-    def _fields(self, read_values: Sequence[Tensor], of: Rows, target: Tensor) -> dict[str, Tensor]:
-        """Those that it reads, 0 in ignored rows: values are so already."""
-        fields = dict(zip([_NAMES[i] for i in self._read_values], read_values, strict=True))
-        constants = dict(zip(_TOPS, of.tops.unbind(), strict=True)) if self.with_tops else {}
-        if "coverage" in self.read:
-            lse, lse_of_all, low, low_of_all = (of.statistics[i] for i in (1, 6, 8, 10))
-            constants["coverage"] = ((lse - lse_of_all) + (low - low_of_all)).exp()
-        counted = is_counted(target, self.ignore_index)
-        return fields | {name: torch.where(counted, constant, 0.0) for name, constant in constants.items()}
-
 
 class FixedDivergences(DivergenceRows):
     """A fixed loss of the tokens, times their weights. Its row is the weights, if there are any."""
@@ -179,5 +253,40 @@ class FixedDivergences(DivergenceRows):
             loss = self.fixed.of(of.values)
             values.append((times(loss, part.of(weights[0])) if weights else loss, part.target))
             return self.fixed.upstream((inverse if factors is None else part.of(factors)).expand(loss.shape))
+
+        return upstream
+
+
+class GivenGradients(DivergenceRows):
+    """A loop whose gradients are those of the fields for these upstream gradients, (5, N); its own value is 0.
+
+    The rows are the largest magnitude of each row, which serves as its weight (float16.py), and the rest.
+    """
+
+    def __init__(
+        self,
+        fields: TokenFields,
+        upstream: Tensor,  # (5, ...)
+        target: Tensor,
+    ) -> None:
+        upstream = torch.where(is_counted(target, fields.ignore_index), upstream, 0.0)
+        largest = upstream.abs().amax(0)
+        factor = torch.where(largest == 0.0, 1.0, largest)
+        rows = [largest, (upstream / factor).movedim(0, -1)]
+        super().__init__(rows, target, fields.ignore_index, fields.dtype, None)
+        self.spec, self.teacher, self.class_start = fields.spec, fields.teacher, fields.class_start
+
+    @property
+    def token_weight(self) -> Tensor:  # type: ignore[override]
+        return self.rows[0]
+
+    def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[[Rows, RowRange], Tensor]:
+        assert split.token_weight is not None
+        _, grads = self._rows(parts, self.number // parts)
+        factors = (split.divisors[0].reciprocal() * split.token_weight).reshape(parts, -1, 1)
+
+        def upstream(of: Rows, part: RowRange) -> Tensor:
+            values.append((torch.zeros_like(of.values[0]), part.target))
+            return (part.of(grads) * part.of(factors)).t().contiguous()
 
         return upstream

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .divergence_function import DivergenceFunction, TwoHeads, bind_classes, bind_teacher
-from .head.divergences import nan_unless_different, teacher_rows, tops
+from .divergence_function import (
+    DivergenceFunction,
+    TwoHeads,
+    bind_logits,
+    bind_teacher,
+    factor_of_classes,
+    logits_statistics,
+)
 from .kernels.options import TokenReduction
 from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
-from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from .ops import arguments, checks, distillation_arguments
 from .ops.dtensors import only_plain_tensors
-from .ops.formulas import differentiable
 from .ops.library import refuse
 from .token_function import loss_of_head
 from .user_function import Function
@@ -194,44 +199,22 @@ def distillation_token_loss(
     checks.reduction(reduction, ("mean", "sum"))
     divisor = arguments.divisor(divisor, input, reduction)
     arguments.boolean("check", check)
-    classes = bind_classes(classes)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
     spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
-    ignore_index, dtype = spec.options.ignore_index, accumulator(input)
-    teacher_logits = teacher_input
-    if classes is not None:
-        if num_classes is not None:
-            raise ValueError(distillation_checks.CLASSES_ALONE)
-        checks.same_device("classes", classes, input)
-        meaning = "the teacher's class of each of the student's"
-        meaning += distillation_checks.mask_hint(classes, teacher_input.shape[-1])
-        checks.same_shape("classes", classes.shape, input.shape[-1:], meaning)
-        if transforms.can_read(classes):
-            distillation_checks.class_values(classes, teacher_input.shape[-1])
-        teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
-    refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
+    dtype, classes = accumulator(input), bind_logits(input, teacher_input, target, classes, spec)
     function = DivergenceFunction(fn, rows, target, has_target, dtype, (input,), spec)
-    spec, with_tops = function.spec, function.with_tops
-    if classes is not None and spec.reads("log_prob") and transforms.can_read(target):
-        checks.index_values(target, None, classes, input.shape[-1], ignore_index)
-    if dtype == torch.float64:  # the lse of all of the teacher's classes has the accumulator of its logits
-        teacher_input = teacher_input.to(dtype)
-    given = teacher_rows(teacher_input, target, classes, with_tops, spec)
-    values, statistics = differentiable(
-        "divergences_forward", input, given.logits, target, given.lse, **spec.keywords()
-    )
-    found = tops(input.detach(), given, target, classes, spec) if with_tops else values.new_empty(0)
+    values, statistics, found = logits_statistics(function, input, teacher_input, target, classes)
     if check:
         function.check(values, statistics, found, target)
     if reduction == "mean":
-        divisor = is_counted(target, ignore_index).sum()
+        divisor = is_counted(target, spec.options.ignore_index).sum()
     divisor = _divisor(divisor, classes, teacher_input.shape[-1], dtype)
     return function.sum(function.all_values(values, statistics, found, target), target, divisor)
 
 
 def _divisor(divisor: Tensor | None, classes: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:
     """NaN where the classes are not different, if that cannot raise an error."""
-    if classes is None or transforms.can_read(classes):
+    different = factor_of_classes(classes, number)
+    if different is None:
         return divisor
-    different = nan_unless_different(classes, number).to(dtype)
-    return different if divisor is None else different * divisor.to(dtype)
+    return different.to(dtype) if divisor is None else different.to(dtype) * divisor.to(dtype)

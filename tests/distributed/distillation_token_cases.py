@@ -40,7 +40,8 @@ def one(device, kind, problem, fn, sequence_dim=None, rows=(), logits_dtype=None
     loss = call(*given, fn, kind, sequence_parallel=sequence_dim is not None, **more)
     same_bits_everywhere(loss)
     whole = [tensor.double().requires_grad_() for tensor in student]
-    logits = [rounded(F.linear(*head), logits_dtype or own) for head in (whole, [t.double() for t in teacher])]
+    of_logits = logits_dtype or torch.promote_types(own, torch.float32)
+    logits = [rounded(F.linear(*head), of_logits) for head in (whole, [t.double() for t in teacher])]
     of_oracle = {name: value for name, value in options.items() if name in CAPS}
     values = fn(divergences(*logits, target, **of_oracle), *[row.double() for row in rows])
     counted = torch.ones_like(values, dtype=torch.bool) if target is None else target != -100
@@ -64,7 +65,7 @@ def values(device, kind):
     for fn in (lambda d: 1 - d.overlap, lambda d: d.kl, lambda d: -d.log_prob):
         one(device, kind, problem, fn)
     one(device, kind, (*problem[:2], None), lambda d: d.jsd + d.agrees, chunk_rows=4)
-    one(device, kind, heads_of(torch.bfloat16), smooth, logits_dtype=torch.float32)
+    one(device, kind, heads_of(torch.bfloat16), smooth, logits_dtype=torch.bfloat16)
     world = dist.get_world_size()
     for shape, dim in (((2 * world, 3), 0), ((3, 2 * world), 1)):
         of_rows = torch.rand(shape, generator=torch.Generator().manual_seed(2))
@@ -145,7 +146,8 @@ def draft(device, kind, classes, fn, dtype=torch.float32, sequence_dim=None, row
     same_bits_everywhere(loss)
     student, teacher, target = problem
     whole = [tensor.double().requires_grad_() for tensor in student]
-    logits = [rounded(F.linear(*head), dtype) for head in (whole, [t.double() for t in teacher])]
+    wide = torch.promote_types(dtype, torch.float32)
+    logits = [rounded(F.linear(*head), wide) for head in (whole, [t.double() for t in teacher])]
     caps = {name: value for name, value in options.items() if name in CAPS}
     wanted = fn(divergences(*logits, target, classes, **caps))[target != -100].mean()
     close(loss, wanted.detach(), dtype)

@@ -15,6 +15,7 @@ import linear_precision_cases as precision
 import linear_token_loss_cases as token_loss
 import linear_top_k_cases as top_k
 import pytest
+import token_divergences_cases as token_divergences
 import torch
 from worlds import KINDS, each, every_kind_and_dtype
 
@@ -60,6 +61,7 @@ def test_behaviour(pool, device, world, case):
     token_loss.values,
     distillation.values,
     distillation_token.values,
+    token_divergences.values,
     few_classes.values,
     top_k.values,
 )
@@ -79,6 +81,8 @@ def test_values_of_other_losses(pool, device, world, kind, case):
     distillation.errors,
     distillation_token.behaviour,
     distillation_token.draft_vocabulary,
+    token_divergences.behaviour,
+    token_divergences.near_teacher,
     few_classes.without_gradients_and_errors,
     top_k.sequence_parallel,
     top_k.behaviour,

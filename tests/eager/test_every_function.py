@@ -242,7 +242,9 @@ class LikeDTensor(torch.Tensor):
     device_mesh = None
 
 
-@pytest.mark.parametrize("name", [name for name in LOCAL if "distillation" in name or "token_loss" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in LOCAL if any(part in name for part in ("distillation", "token_loss", "divergences"))]
+)
 def test_dtensors_are_refused(device, name):
     """Of distillation; of a function of tokens where a row has several classes."""
     label = [*CALLS[name]][1 if name in ("token_loss", "linear_token_loss") else 0]
@@ -271,7 +273,7 @@ def test_a_subclass_of_tensor(device, name, label):
 def test_no_value_is_read(name, label, way):
     """Meta and fake tensors have none, and make_fx cannot record what Python makes of one."""
     given = arguments(name, label, "cpu")
-    if name == "distillation_token_loss":
+    if name in ("distillation_token_loss", "token_divergences"):
         given |= {"classes": torch.arange(V)}
     want = [(x.shape, x.dtype) for x in itertools.chain(*run(name, given))]
     if way == "recorded":

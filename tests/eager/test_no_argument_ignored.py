@@ -118,6 +118,10 @@ DIVERGENCES = {
     "target": {**LINEAR, **TEACHER, "fn": of_all_divergences},
     "sum": {**LINEAR, **TEACHER, "fn": of_divergences, "reduction": "sum"},
 }
+FIELDS = {
+    "no target": {**HEAD, **TEACHER},
+    "target": {**LINEAR, **TEACHER},
+}
 OF_HEADS = DIVERGENCES | {"draft vocabulary": {**LINEAR, **TEACHER, **DRAFT, "fn": of_divergences}}
 
 
@@ -151,6 +155,8 @@ CALLS = {  # of each function, its bases
     ),
     "linear_distillation_token_loss": and_shards(OF_HEADS),
     "distillation_token_loss": of_logits(DIVERGENCES),
+    "linear_token_divergences": and_shards(FIELDS | {"draft vocabulary": {**LINEAR, **TEACHER, **DRAFT}}),
+    "token_divergences": of_logits(FIELDS),
     "linear_top_k_distillation_loss": and_shards(TOP_K, ["none"]),
     "top_k_distillation_loss": {
         label: {key: value for key, value in base.items() if key != "linear_weight"} | {"input": randn(N, V, seed=11)}
@@ -189,6 +195,7 @@ def of_input(*shape):
 # Of a parameter with a default another value, where helpers/samples.py has none. A function is called with the base.
 VALUES = {
     "beta": 0.75,
+    "fields": ("jsd", "overlap", "coverage"),
     "class_weight": randn(V, seed=8).abs(),
     "class_start": 0,
     "classes": torch.tensor([3, 1, 0, 2, 6, 5, 4]),
@@ -326,7 +333,7 @@ def test_each_pair(name, label):
             continue
         field = bare(parameter)
         value = VALUES[field] if field in VALUES else another(field, signature.default)
-        if field == "logits_dtype" and "distillation" in name:  # None is float32
+        if field == "logits_dtype" and ("distillation" in name or "divergences" in name):  # None is float32
             value = torch.bfloat16
         given[parameter] = value(base) if callable(value) else value
     alone = run(name, base, dtensors)

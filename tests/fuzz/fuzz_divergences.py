@@ -1,4 +1,4 @@
-"""Random calls of losses that are a function of a token's divergences, as fuzz_draws.py makes those of the others."""
+"""Random calls of losses that are a function of a token's divergences, and of these, as fuzz_draws.py makes others."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,8 @@ from helpers.divergence_oracle import divergences
 
 from xent_ops.testing.rows import activated, eps
 
-NAMES = ("distillation_token_loss", "linear_distillation_token_loss")
+LOSSES = ("distillation_token_loss", "linear_distillation_token_loss")
+NAMES = (*LOSSES, "token_divergences", "linear_token_divergences")
 FIELDS = ("kl", "reverse_kl", "jsd", "overlap", "log_prob")
 
 
@@ -21,7 +22,8 @@ def draw(*args):
     read = draw.pick([draw.random.sample(FIELDS, draw.pick((1, 1, 2, 3, 5)))], "read")
     if draw.maybe(0.7, "target") or "log_prob" in read:
         draw.target()
-    draw.reduced("mean", "sum")
+    if draw.name in LOSSES:
+        draw.reduced("mean", "sum")
     draw.chunked()
     if draft:
         draw.draft_of = widths[1]
@@ -32,8 +34,14 @@ def draw(*args):
     draw.teacher = draw.logits("teacher", draw.dtype, widths[1], (1, 4, 16))
     draw.say(f"factors = torch.randn({(len(read), *draw.shape)}).double().to({draw.device!r})")
     total = " + ".join(f"rows[{i}] * d.{field}" for i, field in enumerate(read))
-    draw.more += [f"fn=lambda d, *rows: {total}", "rows=tuple(factors)"]
-    draw.call()
+    if draw.name in LOSSES:
+        draw.more += [f"fn=lambda d, *rows: {total}", "rows=tuple(factors)"]
+        draw.call()
+    else:
+        draw.more.append(f"fields={read}")
+        draw.call(result="d")
+        draw.judged.append("reduction='sum'")
+        draw.say("rows = factors", f"loss = ({total}).sum().to(d.{read[0]}.dtype)")
     return draw.expect(repr(read), "factors")
 
 

@@ -156,7 +156,7 @@ class _Program(Program):
         self.function = self.pick([of_statistics], "function") if "fn" in names else []
         sums = options.get("reduction") == "sum"
         if "divisor" in names and not self.module and sums:
-            self.option("divisor", 0.5, (3.0, 1000.0, -2.0))
+            self.option("divisor", 0.5, (3.0, 1000.0, 0.5))
         # In a compiled graph "check" is refused.
         if "check" in names and self.backend is None and self.maybe(0.2):
             options["check"] = True

@@ -7,6 +7,7 @@ from helpers.option_values import drawn
 # Of keywords that change no number that a judge wants.
 UNJUDGED = {"linear_bias", "teacher_bias", "class_start", "sequence_parallel", "pipelined"}
 UNJUDGED |= {"chunk_rows", "skip_ignored", "batch_invariant", "check", "logits_dtype", "accumulate_dtype", "fn", "rows"}
+UNJUDGED |= {"fields"}
 
 
 def refused_with_shard(name):
@@ -48,7 +49,7 @@ class Heads(Program):
     def reduced(self, *kinds):
         self.option("reduction", 0.8, kinds)
         if self.options.get("reduction") == "sum":
-            self.option("divisor", 0.5, (3.0, -2.0))
+            self.option("divisor", 0.5, (3.0, 0.5))
         if "token_weight" in self.parameters and self.maybe(0.3, "token_weight"):
             self.say(f"token_weight = torch.rand({self.shape}).to({self.device!r}) + 0.25")
             self.more.append("token_weight=token_weight")
@@ -64,7 +65,7 @@ class Heads(Program):
             ("skip_ignored", 0.2, (True,)),
             ("batch_invariant", 0.2, (True,)),
             ("check", 0.3, (True,)),
-            ("logits_dtype", 0.3, (torch.float32,)),
+            ("logits_dtype", 0.3, (torch.float32, getattr(torch, str(self.dtype).removeprefix("torch.")))),
             ("accumulate_dtype", 0.3, (torch.float32,)),
         ):
             if name in self.parameters and name not in refused:

@@ -82,6 +82,13 @@ TABLE = [
         {"draft": False, "padding": True},
         *SIZES,
     ]),
+    ("token_divergences linear_token_divergences", [
+        *({"read": [field], "draft": False} for field in DIVERGENCES),
+        *({"read": DIVERGENCES, "draft": draft, "temperature": 2.0} for draft in (False, True)),
+        {"read": ["kl", "overlap"], "draft": True, **TEACHER_CAPS},
+        {"draft": False, "padding": True, "target": False, "read": ["overlap", "jsd"]},
+        *SIZES,
+    ]),
     ("top_k_distillation_loss linear_top_k_distillation_loss", [
         *each({"tail": True, "K": 5}, REDUCTIONS),
         *each({"token_weight": True, "lse_square_scale": 0.125}, REDUCTIONS),
@@ -91,7 +98,7 @@ TABLE = [
         *SIZES,
     ]),
     ("linear_cross_entropy linear_token_log_probs linear_token_loss linear_distillation_loss "
-     "linear_distillation_token_loss linear_top_k_distillation_loss", [
+     "linear_distillation_token_loss linear_token_divergences linear_top_k_distillation_loss", [
         {"chunk_rows": 3, "bias": True},
         {"chunk_rows": 3, "bias": False},
         {"skip_ignored": True, "chunk_rows": 16},

@@ -29,6 +29,7 @@ def _with_fields(function):
 linear_cross_entropy = _with_fields(xent_ops.linear_cross_entropy)
 linear_distillation_loss = _with_fields(xent_ops.linear_distillation_loss)
 linear_distillation_token_loss = _with_fields(xent_ops.linear_distillation_token_loss)
+linear_token_divergences = _with_fields(xent_ops.linear_token_divergences)
 linear_token_log_probs = _with_fields(xent_ops.linear_token_log_probs)
 linear_token_loss = _with_fields(xent_ops.linear_token_loss)
 linear_top_k = _with_fields(xent_ops.linear_top_k)

@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..divergence_function import DivergenceFunction, FixedDivergences, TwoHeads
+from ..divergence_function import DivergenceFunction, FixedDivergences, GivenGradients, TokenFields, TwoHeads
 from ..head import loop
-from ..head.divergence_chunk import TeacherHead
-from ..kernels.divergences import Divergences, FixedLoss
+from ..head.divergence_chunk import Rows, TeacherHead
+from ..head.loop import RowRange
+from ..kernels.divergences import FIELDS, STATISTICS, Divergences, FixedLoss
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall
 from ..ops import checks, distillation_arguments, distillation_checks, transforms
 from ..ops.library import OPERATORS
+from ..outputs import TokenDivergences
 from ..token_function import loss_by_chunks
 from ..user_function import Function, TokenRows
 from .bound import Shard, bind_shard, check_values, over_ranks
 from .groups import Ranks
-from .parts import as_target
+from .parts import as_target, by_ranks
 from .pipelined import Collectives, arrange
 
 _HINT = (
@@ -45,6 +48,13 @@ class _Tokens(NamedTuple):
 
     heads: TwoHeads
     function: DivergenceFunction
+
+
+class _Fields(NamedTuple):
+    """The same."""
+
+    heads: TwoHeads
+    read: tuple[str, ...]
 
 
 BindHeads = Callable[[int], TwoHeads]  # of the number of ranks that have a part of the inputs each
@@ -78,20 +88,103 @@ def token_loss(shard: Shard, bind_heads: BindHeads, fn: Function, rows: Any, has
                 "check=True of fn is not supported with a shard; Shard(check=True) compares the arguments of all ranks"
             )
         learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
-        start, classes = call.head.shard_range[0], teacher.classes
+        start = call.head.shard_range[0]
         function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher, start)
-        if shard.check and function.spec.reads("log_prob"):
-            check_values(call, classes)
-        if classes is not None:
-            mine, number = classes[: call.head.columns()], teacher.teacher_weight.shape[0]
-            if number == 0 and mine.shape[0] > 0:  # no row that a class could name
-                raise ValueError(f"classes has {mine.shape[0]} ids but teacher_weight has no rows{_HINT}")
-            if shard.check or transforms.can_read(classes):
-                distillation_checks.class_values(mine, number, _HINT)
+        _check_values(shard, heads, "log_prob" in function.read)
         return _Tokens(heads, function)
 
     ((call, _, _), function), ranks = over_ranks("linear_distillation_token_loss", shard, bind)
     return _loss(call, function, ranks)
+
+
+def token_divergences(shard: Shard, bind_heads: BindHeads, read: tuple[str, ...]) -> TokenDivergences:
+    if transforms.is_traced():
+        raise NotImplementedError(
+            "linear_token_divergences with a shard runs in eager alone: where a token's number depends on this token "
+            "alone, linear_distillation_token_loss compiles"
+        )
+
+    def bind(ranks: Ranks) -> _Fields:
+        heads = _bind(shard, bind_heads, ranks)
+        _check_values(shard, heads, "log_prob" in read)
+        return _Fields(heads, read)
+
+    ((call, teacher, spec), _), ranks = over_ranks("linear_token_divergences", shard, bind)
+    start, split = call.head.shard_range[0], call.sequence_dim
+    rows = TokenFields(read, call.target, accumulator(call.input), spec, teacher, start)
+    values, statistics, tops = _Values.apply(call.input, call.head.weight, call.head.bias, call, rows, ranks)
+    values, statistics, tops = (
+        torch.stack([as_target(row, split) for row in found]) if len(found) > 0 else found
+        for found in (values, statistics, tops)
+    )
+    return rows.divergences(values, statistics, tops, call.target, None)
+
+
+class _Values(torch.autograd.Function):
+    """(values, statistics, tops) of all rows, in the order of ``by_ranks``. The backward runs the loop again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LinearCall,
+        rows: TokenFields,
+        ranks: Ranks,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(input, weight, bias)
+        ctx.options = call, rows, ranks
+        split, target, found = call.sequence_dim, by_ranks(call.target, call.sequence_dim, ranks), []
+        parts = 1 if split is None else ranks.world
+
+        def collect(of: Rows, part: RowRange) -> Tensor:
+            chunk = torch.cat([of.values, of.statistics, *([of.tops] if rows.with_tops else [])])
+            found.append(chunk.view(len(chunk), parts, -1)[..., : part.stop - part.start])
+            return of.values  # not read: no gradient is wanted
+
+        collectives = Collectives(ranks)
+        steps = rows.steps(call.head, call.loss, collect, collectives)
+        loop_args = (target, call.head, collectives, (False, False, False), rows.ignore_index)
+        loop.run_loop(steps, rows.inputs(input), *loop_args, scattered=split is not None)
+        values, statistics, *tops = (
+            torch.cat(found, -1)
+            .view(-1, *target.shape)
+            .split([len(FIELDS), STATISTICS, *([2] if rows.with_tops else [])])
+        )
+        tops = tops[0] if tops else values.new_empty(0)
+        ctx.mark_non_differentiable(statistics, tops)
+        return values, statistics, tops
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_values: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        call, rows, ranks = ctx.options
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        ]
+        input, weight, bias = leaves
+        target = by_ranks(call.target, call.sequence_dim, ranks)
+        call = call._replace(input=input, head=call.head._replace(weight=weight, bias=bias))
+        call = call._replace(loss=call.loss._replace(reduction="sum"), divisor=None)
+        with torch.enable_grad():
+            total = loss_by_chunks(call, target, GivenGradients(rows, grad_values, target), Collectives(ranks))
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        grads = iter(torch.autograd.grad(total, wanted))
+        return *[next(grads) if leaf is not None and leaf.requires_grad else None for leaf in leaves], None, None, None
+
+
+def _check_values(shard: Shard, heads: TwoHeads, reads_target: bool) -> None:
+    call, classes = heads.student, heads.teacher.classes
+    if shard.check and reads_target:
+        check_values(call, classes)
+    if classes is not None:
+        mine, number = classes[: call.head.columns()], heads.teacher.teacher_weight.shape[0]
+        if number == 0 and mine.shape[0] > 0:  # no row that a class could name
+            raise ValueError(f"classes has {mine.shape[0]} ids but teacher_weight has no rows{_HINT}")
+        if shard.check or transforms.can_read(classes):
+            distillation_checks.class_values(mine, number, _HINT)
 
 
 def _bind(shard: Shard, bind_heads: BindHeads, ranks: Ranks) -> TwoHeads:
