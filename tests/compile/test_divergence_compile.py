@@ -37,8 +37,15 @@ def gradients(step, tensors):
     return loss.detach(), *torch.autograd.grad(loss, tensors[:2])
 
 
-@pytest.mark.parametrize("classes", [False, True], ids=["all classes", "draft vocabulary"])
-@pytest.mark.parametrize("step", [of_heads, of_logits])
+@pytest.mark.parametrize(
+    "step, classes",
+    [
+        pytest.param(of_heads, False, id="of_heads-all classes"),
+        pytest.param(of_heads, True, id="of_heads-draft vocabulary", marks=pytest.mark.slow),  # test_inductor has it
+        pytest.param(of_logits, False, id="of_logits-all classes"),
+        pytest.param(of_logits, True, id="of_logits-draft vocabulary"),
+    ],
+)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph(device, backend, step, classes):
     tensors = inputs(device, classes=classes)
