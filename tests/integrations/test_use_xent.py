@@ -367,7 +367,6 @@ def test_the_blocks_of_the_documentation_run():
     text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
-    ids, labels = tiny.batch()
-    namespace = {"model": tiny.make(), "ids": ids, "labels": labels, "torch": torch}
+    namespace = {}
     for block in blocks:
         exec(block, namespace)
