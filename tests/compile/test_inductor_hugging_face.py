@@ -118,6 +118,32 @@ def test_a_model_whose_logits_are_not_returned(name, linear, through):
         torch.testing.assert_close(grad, want_grads[key], rtol=1e-3, atol=1e-5 + 1e-4 * largest)
 
 
+FORWARDS = {
+    "BertForMaskedLM": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "T5ForConditionalGeneration": {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32},
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_that_makes_its_loss(name):
+    """Dynamo writes F.cross_entropy for its nn.CrossEntropyLoss, which the pass takes with the head in one graph."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    options = {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    model = kind(kind.config_class(**FORWARDS[name], **options)).eval()
+    ids = torch.randint(3, 64, (2, 9))
+
+    def loss_of(ids, labels):
+        return model(input_ids=ids, labels=labels).loss
+
+    want, want_grads = step(model, loss_of, ids, ids)
+    got, grads = step(model, torch.compile(loss_of, backend=Rewriting(linear=True), fullgraph=True), ids, ids)
+    (call,) = inductor.last_report().calls
+    assert call.replaced and call.head, str(call)
+    torch.testing.assert_close((got, grads), (want, want_grads), rtol=1e-4, atol=1e-5)
+
+
 def test_the_head_of_a_model_that_returns_its_logits_stays(causal_lm):
     model, tokens, labels = causal_lm
     torch.compile(model, backend=Rewriting(linear=True), fullgraph=True)(tokens, labels=labels, use_cache=False)

@@ -10,6 +10,12 @@ def test_equal_to_one_process(pool, device, way):
     pool(2, device).run(cases.equal_to_one_process, way)
 
 
+@pytest.mark.parametrize("way", cases.PARALLEL)
+@pytest.mark.parametrize("name", cases.KINDS)
+def test_a_class_of_each_kind(pool, device, name, way):
+    pool(2, device).run(cases.kinds, name, way)
+
+
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("order", ["use_xent first", "use_xent last"])
 @pytest.mark.parametrize("head", ["own", "root", "tied"])

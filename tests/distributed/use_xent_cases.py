@@ -87,6 +87,62 @@ def equal_to_one_process(device, way):
         )
 
 
+SMALL = {"d_model": 16, "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL |= {"decoder_start_token_id": 1, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+SMALL |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
+KINDS = {
+    "BertForMaskedLM": SMALL | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "T5ForConditionalGeneration": SMALL | {"num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32, "dropout_rate": 0.0},
+    "WhisperForConditionalGeneration": SMALL | {"max_source_positions": 10, "num_mel_bins": 8},
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "tie_word_embeddings": False}
+PARALLEL = {
+    "DDP": DistributedDataParallel,
+    # T5 ties its head in any case: the tied weight is in the root's group.
+    "FSDP2": lambda model: fully_shard(
+        model
+        if isinstance(model, transformers.T5PreTrainedModel)
+        else (fully_shard(model.get_output_embeddings()), model)[1]
+    ),
+    "FSDP1": lambda model: FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device(next(model.parameters()).device)
+    ),
+}
+
+
+def kinds(device, name, way):
+    """Masked, encoder and decoder, speech: every rank has the same batch, so that gradients are those of one process."""
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    untouched = cls(cls.config_class(**KINDS[name], **NO_DROPOUT)).to(device).train()
+    model = copy.deepcopy(untouched)
+    ids, labels = (one[0] for one in _batch(device))
+    call = {"labels": labels}
+    if name.startswith("Whisper"):
+        call["input_features"] = torch.randn(2, 8, 20, device=device)
+    else:
+        call["input_ids"] = ids
+    want = untouched(**call).loss
+    want.backward()
+    use_xent(model)
+    model = PARALLEL[way](model)
+    output = model(**call)
+    assert output.logits is None
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, want, rtol=1e-5, atol=1e-6)
+    if way == "FSDP1":
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            grads = [one.grad.clone() for one in model.parameters() if one.requires_grad]
+    else:
+        grads = [one for one, p in zip(_gradients(model), model.parameters(), strict=True) if p.requires_grad]
+    expected = [one.grad for one in untouched.parameters() if one.requires_grad]
+    for grad, exact in zip(grads, expected, strict=True):
+        if exact is None:  # of a layer that the loss does not use
+            assert grad is None or not grad.any()
+        else:
+            torch.testing.assert_close(grad, exact, rtol=1e-5, atol=1e-6)
+
+
 def _wrap(model, head, use_orig_params):
     """FSDP1: each layer, and the head if asked for, in a group of its own."""
     options = {"use_orig_params": use_orig_params, "device_id": torch.device(next(model.parameters()).device)}

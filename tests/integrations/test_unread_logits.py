@@ -88,7 +88,7 @@ EQUAL = {
     "flatten to the last but one": lambda self, logits, labels: F.cross_entropy(logits.flatten(end_dim=-2), labels.flatten()),
     "sizes that are asked for": lambda self, logits, labels: F.cross_entropy(
         logits.view(logits.size(0) * logits.shape[1], -1), labels.view(-1)
-    ) * logits.dim() / len(logits) / logits.numel(),
+    ) * logits.dim() / logits.numel(),
     "casts": lambda self, logits, labels: flat(logits.float().to(labels.device).to(torch.float32).clone(), labels),
     "smoothing": lambda self, logits, labels: flat(logits, labels, label_smoothing=0.2),
     "ignore_index": lambda self, logits, labels: flat(logits, labels.clamp(min=5), ignore_index=5),
@@ -198,8 +198,23 @@ def test_refused(edited, name):
         later(input_ids=ids, labels=labels)
 
 
+def test_a_head_without_gradients(edited):
+    """The loss of its logits would have gradients, where the model's has none."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        with torch.no_grad():
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        return CausalLMOutputWithPast(loss=flat(logits, labels), logits=logits)
+
+    model, (ids, labels) = edited(EQUAL["plain"]), tiny.batch()
+    model.__class__.forward = forward
+    use_xent(model)
+    with pytest.raises(RuntimeError, match="its head is called under another mode of gradients"):
+        model(input_ids=ids, labels=labels)
+
+
 def test_smoothing_of_the_loss_and_of_use_xent(edited):
     model, (ids, labels) = edited(EQUAL["smoothing"]), tiny.batch()
     use_xent(model, label_smoothing=0.1)
-    with pytest.raises(ValueError, match=r"Edited has label_smoothing=0.2, and use_xent was given 0.1: give it to one"):
+    with pytest.raises(ValueError, match=r"Edited has label_smoothing=0.2: give none to use_xent"):
         model(input_ids=ids, labels=labels)

@@ -19,7 +19,7 @@ class Recorded(transformers.Trainer):
         return loss
 
 
-def trainer(model, folder, **options):
+def trainer(model, folder, compute_loss_func=None, **options):
     ids, labels = tiny.batch(16)
     data = [{"input_ids": i, "labels": label} for i, label in zip(ids, labels, strict=True)]
     arguments = {
@@ -31,7 +31,8 @@ def trainer(model, folder, **options):
     arguments |= {"gradient_accumulation_steps": 2, "save_strategy": "no"} | options
     metrics = arguments.pop("compute_metrics", None)
     arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **arguments)
-    return Recorded(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=metrics)
+    functions = {"compute_metrics": metrics, "compute_loss_func": compute_loss_func}
+    return Recorded(model, arguments, train_dataset=data, eval_dataset=data, **functions)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,36 @@ def test_label_smoothing_factor_is_refused(tmp_path):
     use_xent(model)
     with pytest.raises(RuntimeError, match="give label_smoothing to use_xent instead"):
         trainer(model, tmp_path, label_smoothing_factor=0.1).train()
+
+
+def shifted_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].float().reshape(-1, tiny.V)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum")
+    return loss / num_items_in_batch
+
+
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compute_loss_func(bf16, tmp_path):
+    """It gets outputs with logits that were not computed, after the model's call and its autocast."""
+    losses = []
+    for lean in (False, True):
+        torch.manual_seed(0)
+        model = tiny.make("Gemma2")
+        if lean:
+            use_xent(model)
+        run = trainer(model, tmp_path, compute_loss_func=shifted_loss, bf16=bf16)
+        run.train()
+        losses.append(torch.tensor(run.losses))
+    torch.testing.assert_close(losses[1], losses[0], rtol=3e-2 if bf16 else 1e-5, atol=0.0)
+
+
+def test_a_compute_loss_func_that_reads_logits(tmp_path):
+    model = tiny.make()
+    use_xent(model)
+    with pytest.raises(
+        RuntimeError, match=r"the logits of LlamaForCausalLM are read: log_softmax.* to F\.cross_entropy"
+    ):
+        trainer(model, tmp_path, compute_loss_func=lambda outputs, *_, **__: outputs.logits.log_softmax(-1)).train()
 
 
 def test_label_smoothing_by_use_xent(tmp_path):

@@ -329,3 +329,11 @@ def test_the_readme_s_loss_is_measured(way, name, label):
     peaks = docs_plots.figures(docs_plots.BENCHMARKS.read_text())["loss-memory"]
     peak = peaks["xent_ops"] / peaks["F.cross_entropy" if way == "eager" else "F.cross_entropy, compiled"]
     assert f"{label} | {short(ours / theirs)} | {short(peak)} |" in README
+
+
+def test_readme_counts_the_models_of_transformers():
+    """As the page that `python -m tools.models` prints."""
+    counts = re.search(
+        r"(\d+) of (\d+) classes are equal with .* and\n(\d+) are refused", (DOCS / "models.md").read_text()
+    )
+    assert "{} of {} classes are equal, {} are refused".format(*counts.groups()) in README

@@ -15,7 +15,7 @@ class Call:
     """A call of the model, and what the hooks have seen of it."""
 
     def __init__(self, has_labels: bool) -> None:
-        self.has_labels = has_labels
+        self.has_labels, self.has_grad = has_labels, torch.is_grad_enabled()
         self.hidden: Tensor | None = None  # the head's input
         self.has_loss = False  # was the loss of its logits computed?
         self.predicted: dict[str, Tensor] = {}

@@ -121,15 +121,13 @@ def in_call_of(module: Any, head: Any, function: Callable[[Tensor], Any], hidden
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of the autocast that is on, or None."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def autocast(device: str, dtype: torch.dtype | None) -> Any:
     """A context in which ``autocast_dtype(device)`` is ``dtype``."""
-    if dtype == autocast_dtype(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype, enabled=dtype is not None)
+    is_on = dtype == autocast_dtype(device)
+    return contextlib.nullcontext() if is_on else torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""``use_xent(model)``: a causal language model of transformers computes its training loss without its logits.
+"""``use_xent(model)``: a language model of transformers computes its training loss without its logits.
 
-The model's own forward runs. Hooks on the head keep the head's input and pass an empty one on. The head's call computes
-the loss, because there FSDP has gathered the weight, and ``model.loss_function`` returns it. So other terms that the
-model adds to its loss stay, for example Mixtral's auxiliary loss. ZeRO-3 and FSDP1 gather a weight, in the backward
-too, only for what a call returns: with them ``loss_function`` calls the head once more, and that call returns the loss.
+The model's own forward runs. Hooks on the head keep its input, pass an empty one on, and return ``UnreadLogits``. The
+model scales, caps and slices them and calls its loss: F.cross_entropy of them is ``linear_cross_entropy`` with the
+model's own arguments. ZeRO-3 and FSDP1 gather a weight, in the backward too, only for what a call returns: with them
+the head is called once more, and that call returns the loss.
 """
 
 from __future__ import annotations
@@ -42,17 +42,14 @@ class Report(NamedTuple):
         details = [f"{self.features} features", f"{self.classes} classes"]
         details += ["tied to the embedding"] if self.tied else []
         details += [f"adapters {', '.join(self.adapters)}"] if self.adapters else []
+        tail = f"softcap {self.softcap}, logit_scale {self.logit_scale:g}"
+        tail = tail if self.untried is None else f"its first call decides, four tokens did not ({self.untried})"
         logits_detail = "" if self.logits_dtype is None else f", logits in {self.logits_dtype}"
         where = "in training and evaluation" if self.in_eval else "in training"
         lines = [
             f"{self.model}: {self.head} ({', '.join(details)}) and its loss are xent_ops.linear_cross_entropy {where}",
-            (
-                f"  softcap {self.softcap}, logit_scale {self.logit_scale:g}"
-                if self.untried is None
-                else f"  its first call decides, because four tokens were not enough ({self.untried})"
-            )
-            + logits_detail,
-            "  not replaced: calls without labels" + ("" if self.in_eval else ", evaluation"),
+            f"  {tail}{logits_detail}",
+            "  not replaced: " + ("evaluation without labels" if self.in_eval else "evaluation"),
         ]
         return "\n".join(lines)
 
@@ -72,18 +69,18 @@ def use_xent(
 ) -> Report:
     """Make ``model`` compute its loss by ``xent_ops.linear_cross_entropy`` in training, eager and compiled.
 
-    A call with labels in training mode returns its loss and no logits: ``output.logits`` is None, or empty if the
-    model returns a tuple. The loss and its gradients equal those of the original model. ``num_items_in_batch``,
-    ``ignore_index``, ``shift_labels``, softcap, logit scale, a tied head, and LoRA adapters of peft on the head are
-    supported. ``remove_xent(model)`` undoes it.
+    A call in training mode returns no logits: ``output.logits`` is None, or empty if the model returns a tuple. The
+    loss and its gradients equal those of the original model, which may shift, scale and cap its logits, add a bias of
+    the classes, leave rows out, and give them to F.cross_entropy with any arguments but class weights. Everything else
+    raises and names itself. A tied head and LoRA adapters of peft on the head are supported. In a call without labels
+    ``output.logits`` are such logits, for a loss of your own. ``remove_xent(model)`` undoes it.
 
     Call it after loading the weights and after peft has added adapters to the head, but before torch.compile and DDP.
-    It runs the model twice on four tokens to find the operations on the logits, on every rank where its weights are
-    partitioned.
+    It runs the model on four tokens, on every rank where its weights are partitioned.
 
     Args:
-        model: a causal language model of transformers, or a PeftModel around one, or FSDP1's wrapper of one. Changed in
-            place.
+        model: a language model of transformers (docs/models.md), or a PeftModel around one, or FSDP1's wrapper of one.
+            Changed in place.
         in_eval: use it in evaluation mode too. The output then has, instead of logits, ``predictions`` (B, S), int64,
             the most likely next token at each position (-1 where the label is ignored), and ``accuracy`` ().
         label_smoothing: as for ``cross_entropy``. It replaces Trainer's ``label_smoothing_factor``, which needs logits.
@@ -101,12 +98,12 @@ def use_xent(
     Raises:
         TypeError: another kind of model; a head that is not nn.Linear, is quantised or has DoRA; with ZeRO-3 or FSDP1
             also a head with adapters.
-        ValueError: the model has its own loss, calls its head more than once, reads its logits beside the loss, or
-            changes them in another way than by a softcap or a scale; it is on the meta device.
+        ValueError: the model reads its logits in another way, or calls its head more than once; it is on the meta
+            device. A model that takes more than tokens is decided by its first call, with RuntimeErrors.
         TypeError, ValueError: options that ``linear_cross_entropy`` refuses.
-        RuntimeError: use_xent is on already. Later, from a call of the model: in training without labels (for example
-            by a Trainer with ``label_smoothing_factor`` or ``compute_loss_func``), through DataParallel, or after the
-            head got another hook or the model another ``loss_function``.
+        RuntimeError: use_xent is on already. Later, from a call of the model: through DataParallel, or after the head
+            got another hook. From what reads the logits of a call without labels, such as Trainer's
+            ``label_smoothing_factor``.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -241,6 +238,8 @@ class _Hooks:
         call = RUNNING.calls.get(self.key)
         if call is None or call.hidden is None:
             return None
+        if call.has_grad != torch.is_grad_enabled():
+            raise self.refusal("its head is called under another mode of gradients than itself")
         dtype = heads.autocast_dtype(output.device.type)
         return UnreadLogits(Unread(self, call.hidden, output.shape[-1], output.dtype, dtype))
 
@@ -248,19 +247,13 @@ class _Hooks:
         """Is the weight gathered only for what a call returns? In FSDP1's root group it is gathered for the model's."""
         return heads.is_partitioned(self.head) or self.model.get_output_embeddings() is not self.head
 
-    def cross_entropy(
-        self, logits: UnreadLogits, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float
-    ) -> Tensor:
+    def cross_entropy(self, logits: UnreadLogits, target: Tensor, label_smoothing: float = 0.0, **given: Any) -> Tensor:
         """In place of ``F.cross_entropy(logits, target, ...)``."""
-        state = logits.unread
-        options = {**self.options, **state.tail()._asdict(), "ignore_index": ignore_index, "reduction": reduction}
-        if label_smoothing not in (0.0, options["label_smoothing"]):
-            if options["label_smoothing"] != 0.0:
-                raise ValueError(
-                    f"the loss of {type(self.model).__name__} has label_smoothing={label_smoothing}, and use_xent was "
-                    f"given {options['label_smoothing']}: give it to one of them"
-                )
-            options["label_smoothing"] = label_smoothing
+        state, options = logits.unread, {**self.options, **logits.unread.tail()._asdict(), **given}
+        if 0.0 not in (label_smoothing, options["label_smoothing"]):
+            name = type(self.model).__name__
+            raise ValueError(f"the loss of {name} has label_smoothing={label_smoothing}: give none to use_xent")
+        options["label_smoothing"] += label_smoothing
         call = RUNNING.calls.pop(self.key, None)  # our hooks on the head leave another call of it alone
         has_outputs = call is not None and not self.model.training
 
@@ -278,13 +271,14 @@ class _Hooks:
                 if hasattr(self.head, "unshard"):  # FSDP2 may have sharded it again. It gathers once more
                     self.head.unshard()
                 loss = compute(state.rows)
-        if call is not None:
-            call.has_loss = True
-            if has_outputs:
-                predictions = loss.predictions.view(state.grid or loss.predictions.shape)
-                call.predicted = {"predictions": predictions, "accuracy": loss.accuracy}
-            RUNNING.calls[self.key] = call
-        return loss.loss if has_outputs else loss
+        if call is None:  # after the model's call
+            return loss
+        call.has_loss, RUNNING.calls[self.key] = True, call
+        if not has_outputs:
+            return loss
+        predictions = loss.predictions.view(state.grid or loss.predictions.shape)
+        call.predicted = {"predictions": predictions, "accuracy": loss.accuracy}
+        return loss.loss
 
     def refusal(self, use: str) -> Exception:
         call, name = RUNNING.calls.get(self.key), type(self.model).__name__
@@ -308,7 +302,7 @@ class _Hooks:
         if not call.has_loss:  # what reads the unread logits later is refused, or is F.cross_entropy
             return None
         if isinstance(output, tuple):
-            return tuple([one.like(rows=0) if isinstance(one, UnreadLogits) else one for one in output])
+            return tuple([one.like()[..., :0, :] if isinstance(one, UnreadLogits) else one for one in output])
         fields = {name: value for name, value in output.items() if not isinstance(value, UnreadLogits)}
         kind = with_predictions(type(output)) if call.predicted else type(output)
         return kind(**fields, **call.predicted)

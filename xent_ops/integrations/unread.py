@@ -57,7 +57,7 @@ for _name in _OPERATORS.split():
 class Unread(NamedTuple):
     """What the logits x are: after * tanh(before * z), or before * z + bias, where z = head(rows)."""
 
-    owner: Any  # has cross_entropy(logits, target, ignore_index, reduction, label_smoothing) and refusal(use)
+    owner: Any  # has refusal(use), and cross_entropy(logits, target, ...) with the options of F.cross_entropy
     rows: Tensor  # (..., H), the head's input, sliced and reshaped as the logits were
     classes: int
     dtype: torch.dtype
@@ -84,11 +84,10 @@ class UnreadLogits(NotComputed):
     def refusal(self, use: str) -> Exception:
         return self.unread.owner.refusal(use)
 
-    def like(self, rows: int | None = None) -> Tensor:
-        """One number, expanded to the logits' shape. ``rows``: to so many of the last dimension of rows."""
+    def like(self) -> Tensor:
+        """One number, expanded to the logits' shape."""
         state = self.unread
-        shape = state.rows.shape[:-1] if rows is None else (*state.rows.shape[:-2], rows)
-        return state.rows.new_zeros((), dtype=state.dtype).expand(*shape, state.classes)
+        return state.rows.new_zeros((), dtype=state.dtype).expand(*state.rows.shape[:-1], state.classes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,15 +102,9 @@ class UnreadLogits(NotComputed):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "size", "dim", "ndim", "numel", "dtype", "device", "is_floating_point", "is_cuda"):
+        if name in ("shape", "size", "dim", "ndim", "numel", "dtype", "device", "is_cuda"):
             return getattr(self.like(), name)
         return super().__getattr__(name)
-
-    def __len__(self) -> int:
-        return len(self.like())
-
-    def __repr__(self) -> str:
-        return f"UnreadLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def to(self, *args: Any, **kwargs: Any) -> UnreadLogits:
         dtype = self.unread.rows.new_empty(0, dtype=self.dtype).to(*args, **kwargs).dtype
@@ -139,11 +132,11 @@ class UnreadLogits(NotComputed):
         items = list(index) if isinstance(index, tuple) else [index]
         if any([item is not Ellipsis and not isinstance(item, (slice, Tensor)) for item in items]):
             self.refuse("an index that is not a slice or a tensor")
-        masks = [item.dim() - 1 for item in items if isinstance(item, Tensor) and item.dtype == torch.bool]
-        ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
-        for place in ellipses:
-            items[place : place + 1] = [slice(None)] * (self.dim() - sum(masks) - len(items) + 1)
-        if len(items) + sum(masks) == self.dim():
+        # A mask of several dimensions is one item.
+        more = sum([item.dim() - 1 for item in items if isinstance(item, Tensor) and item.dtype == torch.bool])
+        for place in [place for place, item in enumerate(items) if item is Ellipsis]:
+            items[place : place + 1] = [slice(None)] * (self.dim() - more - len(items) + 1)
+        if len(items) + more == self.dim():
             last = items.pop()
             if not isinstance(last, slice) or last.indices(self.unread.classes) != (0, self.unread.classes, 1):
                 self.refuse("an index of classes")
@@ -167,9 +160,8 @@ class UnreadLogits(NotComputed):
 
     def add(self, bias: Any) -> UnreadLogits:
         state = self.unread
-        if not isinstance(bias, Tensor) or bias.dim() not in range(1, self.dim() + 1):
-            self.refuse("a sum with something else than one number a class")
-        if not bias.shape[-1] == bias.numel() == state.classes:
+        fits = isinstance(bias, Tensor) and 0 < bias.dim() <= self.dim()
+        if not fits or not state.classes == bias.numel() == bias.shape[-1]:
             self.refuse("a sum with something else than one number a class")
         if state.tanh or state.before != 1.0 or state.bias is not None:
             self.refuse("a sum after a product, tanh or another sum")
@@ -178,23 +170,16 @@ class UnreadLogits(NotComputed):
     reshape, clone = view, contiguous
     __mul__, __rmul__, __truediv__, __add__, __radd__ = mul, mul, div, add, add
 
-    def cross_entropy(
-        self,
-        target: Any,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: Any = 0.0,
-    ) -> Tensor:
-        if weight is not None or size_average is not None or reduce is not None:
+    def cross_entropy(self, target: Any, weight: Any = None, **options: Any) -> Tensor:
+        """F.cross_entropy, which passes its further arguments by name."""
+        others = (weight, options.pop("size_average", None), options.pop("reduce", None))
+        if any([value is not None for value in others]):
             self.refuse("cross_entropy with weight, size_average or reduce")
         if not isinstance(target, Tensor) or target.is_floating_point():
             self.refuse("cross_entropy with class probabilities")
         if self.dim() != 2 or target.dim() != 1:
             self.refuse(f"cross_entropy of shapes {tuple(self.shape)} and {tuple(target.shape)}")
-        return self.unread.owner.cross_entropy(self, target, ignore_index, reduction, label_smoothing)
+        return self.unread.owner.cross_entropy(self, target, **options)
 
 
 # Torch's functions that are methods here.

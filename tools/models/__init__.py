@@ -1,0 +1,1 @@
+"""``python -m tools.models``: every language model of transformers, untouched and with ``use_xent``."""
