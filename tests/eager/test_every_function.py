@@ -26,6 +26,7 @@ NO_TARGET = ("class probabilities", "no target", "")  # no row is ignored
 def each(*names, but=()):
     """Parametrises a test with the functions that have all these parameters, each with its bases."""
     cases = [(name, label) for name in LOCAL for label in CALLS[name] if not {"DTensors", *but} & {name, label}]
+    cases = [case for case in cases if not case[1].startswith("shard")]  # tests/distributed has these
     return pytest.mark.parametrize("name, label", [case for case in cases if {*names} <= {*parameters(case[0])}])
 
 
