@@ -221,7 +221,7 @@ def test_losses_of_tokens(loss, monkeypatch):
 def test_distillation(beta, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     problem, lines = eager_lines(tokens.distillation, {"teacher": 24, "beta": beta, "chunk_rows": [16, 32]})
-    assert len(lines) == 7
+    assert len(lines) == 8
     names = [one.name for one in tokens.teacher_lines(beta, torch.bfloat16)]
     assert "xent float32 logits eager" in names and "xent bfloat16 logits eager" in names
     for which in (0, 1):

@@ -258,6 +258,13 @@ def liger_jsd(beta: float) -> Function:
     return lambda hidden, matrix, target, *teacher: loss(hidden, matrix, *teacher, target, None, None)
 
 
+def by_divergences(hidden: Tensor, matrix: Tensor, target: Tensor, *teacher: Tensor, beta: float) -> Tensor:
+    """The same of the divergences of tokens, as a loss that mixes tokens has them."""
+    field = {0.0: "kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    options = {"target": target, "fields": (field,), "beta": beta if field == "jsd" else 0.5}
+    return mean(getattr(xent_ops.linear_token_divergences(hidden, matrix, *teacher, **options), field), target)
+
+
 def logits_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype | None]:
     """The dtypes that two heads' logits may have, by the names of their lines. The first is the default."""
     if dtype not in (torch.bfloat16, torch.float16):
@@ -274,6 +281,7 @@ def teacher_lines(beta: float, dtype: torch.dtype, chunk_rows: Sequence[int] = (
         unit(FOUR_PRODUCTS, lambda: four_products),
         *ours,
         Contestant("xent skipping", "ours", partial(distilled, beta=beta, skip_ignored=True)),
+        Contestant("xent token divergences", "ours", partial(by_divergences, beta=beta)),
         Contestant("unfused xent compiled", "ours", compiled(partial(distilled_logits, beta=beta))),
         Contestant("unfused torch compiled", "torch", compiled(partial(distilled_in_torch, beta=beta))),
         Contestant("liger-kernel", "peer", lambda: liger_jsd(beta), ("liger_kernel",)),
