@@ -18,7 +18,7 @@ from .divergence_function import (
 from .kernels.options import TokenReduction
 from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
-from .ops import arguments, checks, distillation_arguments
+from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.dtensors import only_plain_tensors
 from .ops.library import refuse
 from .token_function import loss_of_head
@@ -146,6 +146,10 @@ def linear_distillation_token_loss(
         head=head._replace(shard_range=(0, spec.num_classes)),
         divisor=_divisor(call.divisor, teacher.classes, teacher.teacher_weight.shape[0], dtype),
     )
+    if teacher.classes is not None and transforms.can_read(teacher.classes):  # the row operators of a chunk read none
+        distillation_checks.class_values(teacher.classes, teacher.teacher_weight.shape[0])
+        if function.spec.reads("log_prob"):
+            checks.index_values(call.target, None, teacher.classes, head.weight.shape[0], function.ignore_index)
     if check:
         with torch.no_grad():
             function.check(*function.statistics(call), call.target)

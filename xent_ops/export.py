@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .head import chunk, cross_entropy, divergence_chunk, divergences, exported, ids, shard, top_k
+from .head import cross_entropy, divergences, exported, ids, shard, top_k
 from .kernels import reference_top_k
 from .ops.library import OPERATORS, Operator
 
@@ -31,10 +31,7 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "top_k": functools.partial(reference_top_k.top_k, largest=reference_top_k.topk),
     "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
     "linear_scale_grad": exported.scaled,
-    "linear_cross_entropy_chunk": functools.partial(
-        chunk.chunk, padded=exported.padded_logits, writer=exported.Functional()
-    ),
-    "linear_divergences_chunk": functools.partial(divergence_chunk.chunk, padded=exported.padded_logits),
+    "linear_logits": exported.padded_logits,
 }
 
 

@@ -126,6 +126,8 @@ def refuse_call(call: LinearCall) -> None:
         refuse("linear_cross_entropy_forward", *head_args, **keywords)
     else:
         refuse("linear_token_logits", call.input, head.weight, call.ids, head.bias, **keywords)
+        if transforms.can_read(call.ids):  # the row operators of a chunk read no ids
+            checks.index_values(None, call.ids, None, head.weight.shape[0], options.ignore_index)
 
 
 def cross_entropy(call: LinearCall) -> Tensor:

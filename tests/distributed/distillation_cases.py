@@ -243,8 +243,9 @@ def graph(device):
         wait = "_c10d_functional.wait_tensor"
         gather = ["_c10d_functional.all_gather_into_tensor", wait]
         middle = ["xent.divergences_forward", *gather] if between else []
-        last = ["_c10d_functional.all_reduce", wait, "xent.attach_gradients"]
-        assert forward == ["xent.linear_divergences_chunk", *gather, *middle, *last], forward
+        last = ["xent.linear_grad_input", "_c10d_functional.all_reduce", wait, "xent.attach_gradients"]
+        begin = ["xent.linear_logits", "xent.linear_logits", "xent.divergences_forward"]
+        assert forward == [*begin, *gather, *middle, *last], forward
         assert backward == ["xent.linear_scale_grad"] * 3
 
 
@@ -281,9 +282,10 @@ def inductor(device):
     made, (forward, backward) = run_and_get_code(run, torch.compile(step, fullgraph=True))
     torch.testing.assert_close(made, run(step), rtol=2e-5, atol=1e-6)
     same_bits_everywhere(made[0])
-    gather, chunk = "all_gather_into_tensor", "linear_divergences_chunk"
-    begin = [chunk, gather]
-    end = ["divergences_forward", gather, f"{chunk}_grad_", "all_reduce_", "linear_cross_entropy_chunk_add_"]
+    gather, visit = "all_gather_into_tensor", "divergences_forward"
+    begin = ["linear_logits", "linear_logits", visit, gather]
+    gradient = ["divergences_backward_", "linear_grad_input"]
+    end = [visit, gather, *gradient, "all_reduce_", "linear_cross_entropy_chunk_add_"]
     calls = [call for call in called(forward[forward.index("def call") :]) if call != "wait_tensor"]
     assert calls == [*begin, *begin, *end, *begin, *end, *end, "attach_gradients"], calls
     assert called(backward).count("scale_grad_") == 3

@@ -135,14 +135,21 @@ def order_of_the_pipeline(device):
 
     _, (forward, backward) = run_and_get_code(run)
     calls = called(forward[forward.index("def call") :])
-    make, gather, wait = ("linear_cross_entropy_chunk", "all_gather_into_tensor", "wait_tensor")
-    begin, end = [make, gather], ["cross_entropy_shard_join", f"{make}_grad_", "all_reduce_", f"{make}_add_"]
+    make, gather, wait = ("linear_logits", "all_gather_into_tensor", "wait_tensor")
+    begin = [make, "cross_entropy_shard", gather]
+    end = [
+        "cross_entropy_shard_join",
+        "cross_entropy_backward_",
+        "linear_grad_input",
+        "all_reduce_",
+        "linear_cross_entropy_chunk_add_",
+    ]
     last = "attach_gradients"
     assert [call for call in calls if call != wait] == [*begin, *begin, *end, *begin, *end, *end, last], calls
     if device == "cuda":
         assert calls[-4:] == [wait, wait, wait, last], "the all-reduces are waited for at the end"
     for i, call in enumerate(calls):
-        gathers, waits, gradients = (calls[:i].count(name) for name in (gather, wait, f"{make}_grad_"))
+        gathers, waits, gradients = (calls[:i].count(name) for name in (gather, wait, "cross_entropy_backward_"))
         if call == "cross_entropy_shard_join":
             assert waits > gradients, "it reads what was gathered"
         if call in (gather, "all_reduce_") and device == "cpu":
@@ -171,7 +178,7 @@ def gradients_are_made_once(device):
                 lambda run: torch.autograd.grad(run(x, head, target, bias), (x, head, bias)), compiled
             )
         torch.testing.assert_close(grads, expected)
-        made = called("".join(codes)).count("linear_cross_entropy_chunk")
+        made = called("".join(codes)).count("linear_logits")
         assert made == 2, (made, patch)
         assert "scale_grad_" in called(codes[-1]) and "linear_scale_grad" not in called(codes[-1])
 
@@ -226,7 +233,7 @@ def _gradients_are_made_once(device, cases):
             )
             results = [torch.autograd.grad(function(*args), (input, head, bias)) for function in (loss_of, compiled)]
         torch.testing.assert_close(*results)
-        assert backend.calls("linear_cross_entropy_chunk") == [chunks, 0 if marked else chunks]
+        assert backend.calls("linear_logits") == [chunks, 0 if marked else chunks]
 
 
 def graphs_of(step, *args):
@@ -264,7 +271,9 @@ def graph(device):
     value, scale = "xent.attach_gradients", "xent.linear_scale_grad"
     forward, backward = graphs_of(step_of(None), x, head, target)
     join = "xent.cross_entropy_shard_join"
-    assert forward == ["xent.linear_cross_entropy_chunk", *gather, join, "_c10d_functional.all_reduce", wait, value]
+    begin = ["xent.linear_logits", "xent.cross_entropy_shard"]
+    end = ["xent.linear_grad_input", "_c10d_functional.all_reduce", wait, value]
+    assert forward == [*begin, *gather, join, *end], forward
     assert backward == [scale, scale]
 
 

@@ -82,6 +82,9 @@ def of_dtensors(device):
             assert loss.placements == (Replicate(),) * mesh.ndim
             with pytest.raises(RuntimeError, match="fn returned a tensor that needs no grad"):
                 xent_ops.linear_token_loss(x, m, target.to(device), lambda stats: stats.lse.detach(), **how)
+            if device == "cpu":
+                with pytest.raises(IndexError, match=f"target {V} is out of bounds"):
+                    xent_ops.linear_token_loss(x, m, torch.full_like(target, V), lambda stats: stats.entropy, **how)
             close(loss.full_tensor(), wanted.detach(), torch.float32)
             for grad, part, owner in zip(torch.autograd.grad(loss, (x, m, b)), wanted_grads, (x, m, b), strict=True):
                 assert grad.placements == owner.placements
@@ -118,6 +121,13 @@ def behaviour(device):
     with pytest.raises(RuntimeError, match="fn returned a tensor that needs no grad"), Collectives() as mode:
         step(x, w, b, lambda stats: stats.lse.detach())
     assert mode.seen == []
+    if device == "cpu":
+        bad = target.clone()
+        bad[-1] = V
+        for fn in (focal, lambda stats: stats.entropy):  # with entropies no operator reads the targets
+            with pytest.raises(IndexError, match=f"target {V} is out of bounds"), Collectives() as mode:
+                over_ranks.linear_token_loss(x, w, bad, fn, num_classes=V, linear_bias=b)
+            assert mode.seen == []
     last = dist.get_world_size() - 1
     mine = (rows[0], rows[1] + (dist.get_rank() == last))
     with pytest.raises(ValueError, match=rf"rows\[1\] differ between ranks: number 0 is .* on rank {last}"):

@@ -40,8 +40,8 @@ linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype l
 linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
 linear_scale_grad: grad; columns=grad; no rule
-linear_cross_entropy_chunk: input; H=input V=linear_weight K=ids; logits_dtype label_smoothing softcap logit_scale class_start num_classes with_entropy mask_ids input
-linear_cross_entropy_chunk_grad_: logits; V=linear_weight H=linear_weight K=ids; label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids lse_square_scale logits
+linear_logits: input; H=input columns=linear_weight; logits_dtype input
+linear_grad_input: logits; columns=linear_weight H=linear_weight; logits
 linear_cross_entropy_chunk_add_: input; H=input; grad_linear_weight grad_linear_weight
 attach_gradients: input; H=input columns=linear_weight; value
 row_divisors: target; V=weight; dtype token_weight lse_square_scale reduction divisor
@@ -49,8 +49,6 @@ row_summary: loss; V=weight; token_weight lse_square_scale reduction
 linear_divergences_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target target output_mask token_weight reduction divisor
 linear_divergences_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target
 linear_divergences_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target output_mask
-linear_divergences_chunk: input; H=input V=linear_weight G=teacher_input T=teacher_weight; logits_dtype target target input
-linear_divergences_chunk_grad_: logits; V=linear_weight H=linear_weight; target target logits
 linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
 linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
@@ -82,16 +80,16 @@ def test_what_goes_together():
         "\n".join(f"{text}: {' '.join(names)}" for text, names in found.items()),
         """\
 reduction=none never: cross_entropy_reduced row_divisors row_summary cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_divergences_with_grad
-grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
-entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk_grad_
-lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward linear_cross_entropy_chunk_grad_
-class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_forward mask_ids_ ids_grad_ divergences_forward divergences_backward divergences_backward_ linear_cross_entropy_backward linear_token_logits_backward linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_ linear_divergences_chunk_grad_
+grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward
+entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward
+lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward
+class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_forward mask_ids_ ids_grad_ divergences_forward divergences_backward divergences_backward_ linear_cross_entropy_backward linear_token_logits_backward
 divisor with reduction: row_divisors linear_cross_entropy linear_cross_entropy_with_grad linear_divergences_with_grad
 mask_ids not beside all others: token_logits token_logits_backward linear_token_logits linear_token_logits_backward
 label_smoothing never: token_logits token_logits_backward ids_forward mask_ids_ ids_grad_ linear_token_logits linear_token_logits_backward linear_top_k
 target_logit with target: top_k
 joined with class_start num_classes fields: divergences_forward
-num_classes never: divergences_forward divergences_backward divergences_backward_ divergences_with_grad divergences_with_grad_ linear_divergences_forward linear_divergences_backward linear_divergences_with_grad linear_divergences_chunk linear_divergences_chunk_grad_
+num_classes never: divergences_forward divergences_backward divergences_backward_ divergences_with_grad divergences_with_grad_ linear_divergences_forward linear_divergences_backward linear_divergences_with_grad
 fields=kl,reverse_kl,mixture,overlap,log_prob never: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
 fields=overlap never: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
 fields=kl,log_prob with hard_weight: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
@@ -101,16 +99,10 @@ batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy
 num_classes not beside all others: linear_cross_entropy_backward linear_divergences_forward linear_divergences_backward
 products=fp8 never: linear_token_logits linear_token_logits_backward linear_top_k
 products=fp8_gradients never: linear_token_logits linear_token_logits_backward linear_top_k
-with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk
-label_smoothing not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join linear_cross_entropy_chunk linear_cross_entropy_chunk_grad_
+with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
+label_smoothing not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
 products=fp8 not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
-products=fp8_gradients not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
-mask_ids with ids: linear_cross_entropy_chunk
-ids with at_ids grad_ids: linear_cross_entropy_chunk_grad_
-at_ids with ids grad_ids: linear_cross_entropy_chunk_grad_
-grad_ids with ids at_ids: linear_cross_entropy_chunk_grad_
-mask_ids with ids at_ids grad_ids: linear_cross_entropy_chunk_grad_
-class_start with classes num_classes: linear_divergences_chunk""",
+products=fp8_gradients not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join""",
     )
 
 

@@ -114,8 +114,8 @@ def bind_shard(
         raise NotImplementedError(f"pipelined=False {_ONE_WAY}, which is pipelined")
     head = head._replace(shard_range=shard_range)
     call = call._replace(head=head, sequence_dim=split, pipelined=is_pipelined(shard.pipelined, input, head, call.loss))
-    if shard.check and reads_target:
-        check_values(call)
+    if reads_target:
+        check_values(call, shard)
     return call
 
 
@@ -129,10 +129,13 @@ def _check_head(input: Tensor, head: HeadSlice) -> None:
     rules.chunking(call)
 
 
-def check_values(call: LinearCall, classes: Tensor | None = None) -> None:
-    """Raise the errors that depend on the values of targets. ``classes``: a draft vocabulary."""
-    number, ignore_index = call.head.shard_range[1], call.loss.row_options.ignore_index
-    checks.index_values(call.target, call.ids, classes, number, ignore_index)
+def check_values(call: LinearCall, shard: Shard, classes: Tensor | None = None) -> None:
+    """Raise the errors that depend on the values of targets, ahead of the first collective: if the shard asks for that,
+    or reading does not synchronise. ``classes``: a draft vocabulary.
+    """
+    if shard.check or transforms.can_read(call.target):
+        number, ignore_index = call.head.shard_range[1], call.loss.row_options.ignore_index
+        checks.index_values(call.target, call.ids, classes, number, ignore_index)
 
 
 def _split_dimension(input: Tensor, target: Tensor, world: int) -> int:

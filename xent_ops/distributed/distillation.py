@@ -64,8 +64,8 @@ def fixed_loss(shard: Shard, bind_heads: BindHeads, hard_weight: Any) -> Tensor:
     def bind(ranks: Ranks) -> _Fixed:
         heads = _bind(shard, bind_heads, ranks)
         fixed = distillation_arguments.fixed_loss(heads.spec, hard_weight)
-        if shard.check and fixed.hard_weight != 0.0:
-            check_values(heads.student)
+        if fixed.hard_weight != 0.0:
+            check_values(heads.student, shard)
         return _Fixed(heads, fixed)
 
     ((call, teacher, _), fixed), ranks = over_ranks("linear_distillation_loss", shard, bind)
@@ -177,8 +177,8 @@ class _Values(torch.autograd.Function):
 
 def _check_values(shard: Shard, heads: TwoHeads, reads_target: bool) -> None:
     call, classes = heads.student, heads.teacher.classes
-    if shard.check and reads_target:
-        check_values(call, classes)
+    if reads_target:
+        check_values(call, shard, classes)
     if classes is not None:
         mine, number = classes[: call.head.columns()], heads.teacher.teacher_weight.shape[0]
         if number == 0 and mine.shape[0] > 0:  # no row that a class could name
@@ -207,8 +207,9 @@ def _check_heads(call: LinearCall, teacher: TeacherHead, spec: Divergences) -> N
     if call.sequence_dim is not None:
         target = target.new_empty(()).expand(call.input.shape[:-1])
     tensors = {"input": call.input, "linear_weight": head.weight, "linear_bias": head.bias, "target": target}
-    contract = OPERATORS["linear_divergences_chunk"].contract
-    slices = contract.blank(**tensors, **teacher._asdict(), class_start=start, num_classes=spec.num_classes)
+    contract = OPERATORS["linear_divergences_forward"].contract
+    slices = contract.blank(**tensors, **teacher._asdict(), num_classes=spec.num_classes)
+    slices.class_start = start  # a slice may be empty
     contract.check_tensors(slices)
     distillation_checks.options(spec, call.input, teacher.teacher_input)
     classes = teacher.teacher_weight if teacher.classes is None else teacher.classes

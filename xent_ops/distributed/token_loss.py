@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, statistics
-from ..ops import arguments, checks
+from ..ops import arguments, checks, transforms
 from ..token_function import TokenFunction, loss_by_chunks
 from ..top_k_distillation import bind_loss
 from ..user_function import Function, TokenRows, UserFunction
@@ -94,6 +94,8 @@ def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tenso
     if isinstance(rows, (tuple, list)):  # TokenFunction refuses other types
         rows = [row.to_local() if isinstance(row, DTensor) else row for row in at.beside(target, *rows)[1:]]
     target = target.to_local()
+    if transforms.can_read(target):  # the loop reads targets after its first collective, or never
+        checks.target_values(target, at.num_classes, call.loss.row_options.ignore_index)
     # The loop adds up the input's gradient over the ranks that share the vocabulary.
     x = _part(input, at.mesh, at.rows, at.rows)
     w, b = (_part(tensor, at.mesh, at.of_head(at.replicated), at.of_head(at.partial)) for tensor in (weight, bias))

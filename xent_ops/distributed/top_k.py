@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..head import loop
+from ..head.chunks import classes_of
 from ..head.loop import ChunkLogits, RowRange
-from ..head.shard import join_statistics
+from ..head.shard import join_statistics, statistics_of_chunk
 from ..kernels import reference
 from ..kernels.options import DEFAULTS
 from ..linear_call import LinearCall
@@ -51,11 +52,11 @@ class _TopK:
         self.rows: list[tuple[Tensor, ...]] = []
 
     def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
-        head, keywords = self.head, self.options.keywords()
-        head_args = (head.weight, part.target, *head.shard_range, head.bias, None, True, part.counted, after)
-        chunk_args = (None, False, head.chunking.logits_dtype)
-        statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **keywords)
+        weight, bias, _, _ = classes_of(self.head.weight, self.head.bias, None, *self.head.shard_range)
+        logits = _ops.linear_logits(inputs[0], weight, bias, part.counted, after, self.head.chunking.logits_dtype)
         own, number = logits[:, : self.columns], min(self.k, self.columns)
+        row_args = (own, part.target, None, self.head.shard_range, None)
+        statistics = statistics_of_chunk(*row_args, True, False, self.options)
         column = part.target.to(torch.int64) - self.start
         here = (column >= 0) & (column < self.columns)
         if self.columns == 0:

@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.divergences import FIELDS, STATISTICS, Divergences
+from ..kernels.divergences import FIELDS, Divergences
 from ..kernels.options import RowOptions
 from ..kernels.reference import is_counted, split_lse
 from ..kernels.reference_ids import columns as columns_of_ids
 from ..kernels.reference_ids import gather
 from ..kernels.reference_shard import HEADER, header, shard_ranges, tiles
-from ..kernels.rows import padded_classes
-from .chunk import input_gradient, padded_logits
+from ..kernels.rows import first_columns
 from .chunks import classes_of
 from .divergences import TeacherRows, dtype_of_teacher, nan_unless_different, teacher_rows, top_classes, tops
 from .loop import ChunkLogits, HeadSlice, OneRank, RowRange
@@ -69,46 +68,6 @@ def _sent(spec: Divergences, with_tops: bool, with_classes: bool) -> list[str]:
 def width(rows: int, spec: Divergences, with_tops: bool, with_classes: bool = False) -> int:
     """The number of values in the packed statistics of a rank."""
     return (2 + len(_sent(spec, with_tops, with_classes))) * rows + HEADER
-
-
-def chunk(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    teacher_input: Tensor,
-    teacher_weight: Tensor,
-    class_start: int | None = None,
-    linear_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    classes: Tensor | None = None,
-    with_tops: bool = False,
-    count: Tensor | None = None,
-    after: Tensor | None = None,
-    logits_dtype: torch.dtype | None = None,
-    padded: Callable[..., Tensor] = padded_logits,
-    **fields: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the packed statistics, the student's logits, the teacher's)."""
-    spec, start = Divergences(**fields), class_start or 0
-    head, bias, _, _ = classes_of(linear_weight, linear_bias, None, start, spec.num_classes)
-    logits, columns = padded(input, head, bias, count, logits_dtype), head.shape[0]
-    teacher_head, bias = teacher_weight, teacher_bias
-    if classes is None:
-        teacher_head, bias, _, _ = classes_of(teacher_weight, teacher_bias, None, start, spec.num_classes)
-    dtype = dtype_of_teacher(teacher_input.dtype, logits_dtype)
-    teacher_logits = padded(teacher_input, teacher_head, bias, count, dtype)
-    of_slice, spec, classes = spec, spec._replace(num_classes=None), None if classes is None else classes[:columns]
-    padding = 0 if classes is None else padded_classes(columns, teacher_logits.dtype) - columns
-    given = teacher_rows(teacher_logits[:, : teacher_head.shape[0]], target, classes, with_tops, spec, padding)
-    teacher_logits = teacher_logits if classes is None else given.logits
-    given, class_logits = given._replace(logits=teacher_logits[:, :columns]), logits[:, :columns]
-    if class_start is not None:
-        packed = slice_statistics(class_logits, given, target, class_start, with_tops, of_slice, classes)
-        return packed, logits, teacher_logits
-    found = _ops.divergences_forward(class_logits, given.logits, target, given.lse, **spec.keywords())
-    if with_tops:
-        found = [*found, tops(class_logits, given, target, classes, spec)]
-    return torch.cat(list(found)), logits, teacher_logits
 
 
 def slice_statistics(
@@ -157,16 +116,11 @@ def _at(column: Tensor, logits: Tensor, target: Tensor, options: RowOptions) -> 
 def join(
     gathered: Tensor,
     target: Tensor,
-    class_start: int | None,
     spec: Divergences,
     with_tops: bool,
     with_classes: bool = False,
 ) -> Rows:
     """The rows of all classes. The values of a second visit are still 0."""
-    if class_start is None:
-        of_values, of_both = len(FIELDS), len(FIELDS) + STATISTICS
-        rows_of_tops = gathered[of_both:] if with_tops else gathered.new_empty(0)
-        return Rows(gathered[:of_values], gathered[of_values:of_both], rows_of_tops)
     assert spec.num_classes is not None
     starts, sizes = shard_ranges(gathered[:, -HEADER:])
     teacher_sizes, names = gathered[:, -1], _sent(spec, with_tops, with_classes)  # NaN: of classes that do not fit
@@ -227,10 +181,10 @@ def _chained(log_p: Tensor, log_q: Tensor, slice_kl: Tensor) -> Tensor:
 
 
 def second_sums(
-    logits: Tensor, teacher_logits: Tensor, target: Tensor, rows: Rows, class_start: int | None, spec: Divergences
+    logits: Tensor, teacher_logits: Tensor, target: Tensor, rows: Rows, class_start: int, spec: Divergences
 ) -> Tensor | None:
     """(1, 4 n): this slice's parts of the sums that need the lse's of all classes. None: there are no such sums."""
-    if class_start is None or not spec.visits_again():
+    if not spec.visits_again():
         return None
     slice_args = (logits, teacher_logits, target, None, rows.statistics, class_start)
     values, statistics = _ops.divergences_forward(*slice_args, **spec.keywords())
@@ -249,29 +203,6 @@ def add_second_sums(rows: Rows, gathered: Tensor, spec: Divergences) -> Rows:
     return rows._replace(values=torch.stack(values), statistics=torch.stack(statistics))
 
 
-def chunk_grad_(
-    logits: Tensor,
-    grad_values: Tensor,
-    teacher_logits: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    statistics: Tensor,
-    class_start: int | None = None,
-    with_grad_input: bool = True,
-    count: Tensor | None = None,
-    after: Tensor | None = None,
-    **fields: Any,
-) -> tuple[Tensor, Tensor]:
-    spec = Divergences(**fields)
-    head, _, _, _ = classes_of(linear_weight, None, None, class_start or 0, spec.num_classes)
-    class_logits, teacher_class_logits = logits[:, : head.shape[0]], teacher_logits[:, : head.shape[0]]
-    dtype = None if logits.dtype == linear_weight.dtype else linear_weight.dtype
-    spec = spec if class_start is not None else spec._replace(num_classes=None)
-    row_args = (class_logits, teacher_class_logits, target, statistics, class_start, dtype)
-    _ops.divergences_backward_(grad_values, *row_args, **spec.keywords())
-    return input_gradient(class_logits, dtype, head, count, with_grad_input), linear_weight.new_empty(0)
-
-
 Upstream = Callable[[Rows, RowRange], Tensor]  # to the gradients of the values, (5, n)
 
 
@@ -288,35 +219,53 @@ class DivergenceSteps:
         ranks: OneRank,
         class_start: int | None,  # None: all classes
     ) -> None:
-        self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        self.teacher, self.spec, self.with_tops = teacher, spec, with_tops
-        self.upstream, self.ranks, self.class_start = upstream, ranks, class_start
-        self.columns, self.logits_dtype = head.columns(), head.chunking.logits_dtype
+        self.class_start, self.logits_dtype = class_start, head.chunking.logits_dtype
+        self.spec = spec if class_start is not None else spec._replace(num_classes=None)  # of the classes' columns
+        place = (class_start or 0, spec.num_classes)
+        bias = None if head.bias is None else head.bias.detach()
+        self.weight, self.bias, _, _ = classes_of(head.weight.detach(), bias, None, *place)
+        self.columns, self.classes = self.weight.shape[0], teacher.classes
+        self.teacher = teacher.teacher_weight, teacher.teacher_bias
+        if self.classes is None:
+            self.teacher = classes_of(*self.teacher, None, *place)[:2]
+        else:
+            self.classes = self.classes[: self.columns]
+        self.teacher_dtype = dtype_of_teacher(teacher.teacher_input.dtype, self.logits_dtype)
+        self.with_tops, self.upstream, self.ranks = with_tops, upstream, ranks
 
-    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
-        _, weight, bias, classes = self.teacher
-        heads = (inputs[0], self.weight, part.target, inputs[1], weight, self.class_start, self.bias, bias)
-        chunk_args = (classes, self.with_tops, part.counted, after, self.logits_dtype)
-        statistics, *logits = _ops.linear_divergences_chunk(*heads, *chunk_args, **self.spec.keywords())
-        return statistics, tuple(logits)
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Any, ChunkLogits]:
+        (input, teacher_input), counted, target = inputs, part.counted, part.target
+        logits = _ops.linear_logits(input, self.weight, self.bias, counted, after, self.logits_dtype)
+        teacher_logits = _ops.linear_logits(teacher_input, *self.teacher, counted, None, self.teacher_dtype)
+        teacher_logits = first_columns(teacher_logits, self.teacher[0].shape[0])
+        own, of_columns = first_columns(logits, self.columns), self.spec._replace(num_classes=None)
+        given = teacher_rows(teacher_logits, target, self.classes, self.with_tops, of_columns)
+        if self.class_start is not None:
+            row_args = (own, given, target, self.class_start, self.with_tops, self.spec, self.classes)
+            return slice_statistics(*row_args), (logits, given.logits)
+        values, statistics = _ops.divergences_forward(own, given.logits, target, given.lse, **self.spec.keywords())
+        of_tops = tops(own, given, target, self.classes, self.spec) if self.with_tops else values.new_empty(0)
+        return Rows(values, statistics, of_tops), (logits, given.logits)
 
     def end(
         self,
         chunk_logits: ChunkLogits,
         part: RowRange,
-        gathered: Tensor,
+        gathered: Any,
         output_mask: Sequence[bool],
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
-        join_args = (self.class_start, self.spec, self.with_tops, self.teacher.classes is not None)
-        rows = join(gathered, part.target, *join_args)
-        student, teacher = [logits[:, : self.columns] for logits in chunk_logits]
-        sums = second_sums(student, teacher, part.target, rows, self.class_start, self.spec)
-        if sums is not None:
-            rows = add_second_sums(rows, self.ranks.wait(self.ranks.gather(sums)), self.spec)
+        (logits, teacher), rows, target = chunk_logits, gathered, part.target
+        own = first_columns(logits, self.columns)
+        if self.class_start is not None:
+            rows = join(gathered, target, self.spec, self.with_tops, self.classes is not None)
+            sums = second_sums(own, teacher, target, rows, self.class_start, self.spec)
+            if sums is not None:
+                rows = add_second_sums(rows, self.ranks.wait(self.ranks.gather(sums)), self.spec)
         grad_values = self.upstream(rows, part)
         if not any(output_mask):
             return None
-        row_args = (chunk_logits[0], grad_values, chunk_logits[1], self.weight, part.target, rows.statistics)
-        chunk_args = (self.class_start, output_mask[0], part.counted, after)
-        return _ops.linear_divergences_chunk_grad_(*row_args, *chunk_args, **self.spec.keywords())
+        dtype = None if logits.dtype == self.weight.dtype else self.weight.dtype
+        row_args = (own, teacher, target, rows.statistics, self.class_start, dtype)
+        _ops.divergences_backward_(grad_values, *row_args, **self.spec.keywords())
+        return _ops.linear_grad_input(logits, self.weight, output_mask[0], part.counted, after)

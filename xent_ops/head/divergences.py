@@ -45,23 +45,22 @@ class TeacherRows(NamedTuple):
     top: Tensor | None = None  # (...), the argmax of all of them; only if it is wanted
 
 
-def of_student(logits: Tensor, classes: Tensor | None, padding: int = 0) -> Tensor:
-    """The teacher's logits of the student's classes. ``padding``: columns behind them, which may hold any values."""
+def of_student(logits: Tensor, classes: Tensor | None) -> Tensor:
+    """The teacher's logits of the student's classes."""
     if classes is None:
         return logits
     # A class that the teacher lacks makes the loss NaN elsewhere; here it must not read other memory.
-    columns = torch.nn.functional.pad(classes.to(torch.int64).clamp(0, logits.shape[-1] - 1), (0, padding))
-    return logits.index_select(-1, columns)
+    return logits.index_select(-1, classes.to(torch.int64).clamp(0, logits.shape[-1] - 1))
 
 
 def teacher_rows(
-    logits: Tensor, target: Tensor, classes: Tensor | None, with_tops: bool, spec: Divergences, padding: int = 0
+    logits: Tensor, target: Tensor, classes: Tensor | None, with_tops: bool, spec: Divergences
 ) -> TeacherRows:
-    """Of the teacher's logits. ``padding``: as for ``of_student``."""
+    """Of the teacher's logits."""
     lse = top = None
     if classes is not None or with_tops:
         lse, top = lse_and_top(logits, target, spec.teacher(), spec, with_tops)
-    logits_of_classes = of_student(logits, classes, padding)
+    logits_of_classes = of_student(logits, classes)
     return TeacherRows(logits_of_classes, logits, None if classes is None else lse, top if with_tops else None)
 
 

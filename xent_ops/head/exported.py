@@ -116,10 +116,15 @@ def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dty
 
 
 def padded_logits(
-    input: Tensor, head: Tensor, bias: Tensor | None, count: Tensor | None = None, dtype: torch.dtype | None = None
+    input: Tensor,
+    head: Tensor,
+    bias: Tensor | None = None,
+    count: Tensor | None = None,
+    after: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same as in chunk.py."""
-    logits = logits_of(input, head, bias, dtype)
+    """``logits`` of chunk.py."""
+    logits = logits_of(input, head, bias, logits_dtype)
     return torch.nn.functional.pad(logits, (0, padded_classes(head.shape[0], logits.dtype) - head.shape[0]))
 
 

@@ -28,9 +28,10 @@ from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
 from ..kernels.reference import columns_of
 from ..kernels.rows import first_columns
 from . import shard
-from .chunks import as_rows
+from .chunks import as_rows, classes_of
+from .ids import gradient as gradient_of_ids
 from .packing import as_index, filled_up, whole_chunk
-from .products import accumulator_of_weight, concatenated, head_gradients
+from .products import InPlace, accumulator_of_weight, concatenated, head_gradients
 from .shard import RowStatistics
 from .sizes import rows_of_chunk, rows_of_one_shape
 
@@ -57,14 +58,14 @@ class OneRank:
 
     world, rank, in_rank_order = 1, 0, False
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Any) -> Any:
         return tensor
 
     def sum(self, gradient: Tensor, scattered: bool) -> Tensor:
         """The sum over the ranks, or with ``scattered`` this rank's part of it."""
         return gradient
 
-    def wait(self, tensor: Tensor) -> Tensor:
+    def wait(self, tensor: Any) -> Any:
         return tensor
 
 
@@ -110,14 +111,14 @@ ChunkLogits = tuple[Tensor, ...]  # one tensor per head; a chunk keeps them from
 class Steps(Protocol):
     """The work of a loss on a chunk of rows before its statistics are gathered, and after that."""
 
-    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Any, ChunkLogits]:
         """(statistics, logits). ``inputs``: for each input of the loop, the chunk's rows (n, H)."""
 
     def end(
         self,
         chunk_logits: ChunkLogits,
         part: RowRange,
-        gathered: Tensor,  # the statistics of all ranks
+        gathered: Any,  # the statistics of all ranks
         output_mask: Sequence[bool],  # the gradients that are wanted
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
@@ -139,61 +140,51 @@ class CrossEntropySteps:
         with_entropy: bool = False,
         mask_ids: bool = False,  # lse is over the classes that no id of the row names
     ) -> None:
-        self.weight, self.bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        bias = None if head.bias is None else head.bias.detach()
+        self.weight, self.bias, self.class_weight, _ = classes_of(
+            head.weight.detach(), bias, head.class_weight, *head.shard_range
+        )
         self.head, self.loss, self.upstream, self.ranks, self.with_entropy = head, loss, upstream, ranks, with_entropy
-        self.columns, self.mask_ids = head.columns(), mask_ids
+        self.columns, self.mask_ids = self.weight.shape[0], mask_ids
 
-    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Tensor, ChunkLogits]:
-        head_args = (self.weight, part.target, *self.head.shard_range, self.bias, self.head.class_weight)
-        chunk_args = (self.with_entropy, part.counted, after, part.ids, self.mask_ids, self.head.chunking.logits_dtype)
-        options = self.loss.row_options.keywords()
-        statistics, logits = _ops.linear_cross_entropy_chunk(inputs[0], *head_args, *chunk_args, **options)
-        return statistics, (logits,)
+    def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Any, ChunkLogits]:
+        dtype = self.head.chunking.logits_dtype
+        logits = _ops.linear_logits(inputs[0], self.weight, self.bias, part.counted, after, dtype)
+        row_args = (first_columns(logits, self.columns), part.target, part.ids, self.head.shard_range)
+        flags = (self.with_entropy, self.mask_ids)
+        return shard.statistics_of_chunk(*row_args, self.class_weight, *flags, self.loss.row_options), (logits,)
 
     def end(
         self,
         chunk_logits: ChunkLogits,
         part: RowRange,
-        gathered: Tensor,
+        gathered: Any,
         output_mask: Sequence[bool],
         after: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
-        (logits,), shard_range, class_weight = chunk_logits, self.head.shard_range, self.head.class_weight
-        rows = shard.join_statistics(
-            gathered,
-            first_columns(logits, self.columns),
-            part.target,
-            shard_range,
-            None if class_weight is None else class_weight[: self.columns],
-            self.with_entropy,
-            self.loss.row_options,
-            0 if part.ids is None else part.ids.shape[1],
-            self.ranks.in_rank_order,
-        )
+        (all_logits,), shard_range, weight, rows = chunk_logits, self.head.shard_range, self.class_weight, gathered
+        logits, options = first_columns(all_logits, self.columns), self.loss.row_options
+        if shard_range[1] is not None:
+            ids_per_row = 0 if part.ids is None else part.ids.shape[1]
+            join_args = (weight, self.with_entropy, options, ids_per_row, self.ranks.in_rank_order)
+            rows = shard.join_statistics(gathered, logits, part.target, shard_range, *join_args)
         grad_loss, grad_lse, grad_entropy, divisors, grad_ids = self.upstream(rows, part)
         if not any(output_mask):
             return None
-        return _ops.linear_cross_entropy_chunk_grad_(
-            logits,
-            grad_loss,
-            grad_lse,
-            self.weight,
-            part.target,
-            rows.lse,
-            *shard_range,
-            class_weight,
-            divisors,
-            grad_entropy,
-            None if grad_entropy is None else rows.entropy,
-            None if class_weight is None else rows.lse_coefficient,
-            output_mask[0],
-            part.counted,
-            after,
-            *((None,) * 3 if grad_ids is None else (part.ids, rows.at_ids, grad_ids)),
-            self.mask_ids,
-            rows.lse_low,
-            **self.loss.backward_keywords(),
-        )
+        dtype = None if logits.dtype == self.weight.dtype else self.weight.dtype
+        entropy = None if grad_entropy is None else rows.entropy
+        if grad_ids is not None:
+            assert part.ids is not None
+            ids_args = (grad_ids, grad_lse, grad_entropy, logits, part.ids, rows.at_ids)
+            place: dict[str, Any] = {"class_start": shard_range[0], "num_classes": shard_range[1], "grad_dtype": dtype}
+            place |= {"writer": InPlace(), "target": part.target}
+            gradient_of_ids(*ids_args, rows.lse, entropy, rows.lse_low, self.mask_ids, options=options, **place)
+        else:
+            lse_coefficient = None if weight is None else rows.lse_coefficient
+            row_args = (grad_loss, grad_lse, logits, part.target, rows.lse, weight, divisors, grad_entropy, entropy)
+            slice_args = (lse_coefficient, *shard_range, dtype, rows.lse_low)
+            _ops.cross_entropy_backward_(*row_args, *slice_args, **self.loss.backward_keywords())
+        return _ops.linear_grad_input(all_logits, self.weight, output_mask[0], part.counted, after)
 
 
 class _PendingChunk(NamedTuple):
@@ -202,8 +193,8 @@ class _PendingChunk(NamedTuple):
     input: Tensor  # (n, H)
     part: RowRange
     logits: ChunkLogits
-    statistics: Tensor
-    gathered: Tensor
+    statistics: Any  # over ranks a tensor
+    gathered: Any
 
 
 def run_loop(

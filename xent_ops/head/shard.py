@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import reference, reference_shard
+from ..kernels import reference, reference_ids, reference_shard
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from .backend import IN_MEMORY, Backend
 from .chunks import as_rows, classes_of
@@ -110,6 +110,38 @@ def statistics_by_lse(
     return (*statistics, entropy) if with_entropy else statistics
 
 
+def statistics_of_chunk(
+    logits: Tensor,
+    target: Tensor,
+    ids: Tensor | None,
+    shard_range: tuple[int, int | None],
+    weight: Tensor | None,
+    with_entropy: bool,
+    mask_ids: bool,
+    options: RowOptions,
+) -> Any:
+    """Of rows (n, columns): their ``RowStatistics``, or of a slice packed. ``mask_ids`` masks the ids' columns."""
+    (start, num_classes), columns, keywords, at_ids = shard_range, logits.shape[1], options.keywords(), None
+    masked = ids if mask_ids else None
+    if ids is not None:
+        at_ids = (_ops.mask_ids_ if mask_ids else _ops.ids_forward)(logits, ids, *shard_range, **keywords)
+    if num_classes is None:
+        loss, lse, _, entropy, low = _ops.cross_entropy_forward(logits, target, weight, False, with_entropy, **keywords)
+        if masked is not None:
+            lse = reference_ids.lse_of_others(lse, masked, columns, options=options)
+        return RowStatistics(loss, lse, None, None, entropy, low, at_ids)
+    slice_args = (logits, target, start, num_classes, weight)
+    if masked is not None and columns > 0:
+        lse, *others = statistics_by_lse(logits, target, start, False, options)
+        lse = reference_ids.lse_of_others(lse, masked, columns, *shard_range, options=options)
+        packed = pack_statistics((lse, *others), start, columns, weight, False)
+    elif with_entropy:
+        packed = pack_statistics(rank_statistics(*slice_args, True, options), start, columns, weight, True)
+    else:
+        packed = _ops.cross_entropy_shard(*slice_args, **keywords)
+    return packed if at_ids is None else torch.cat([packed, at_ids.t().reshape(1, -1)], 1)
+
+
 def pack_statistics(
     statistics: Sequence[Tensor], class_start: int, columns: int, weight: Tensor | None, with_entropy: bool
 ) -> Tensor:
@@ -180,11 +212,6 @@ def join_statistics(
 ) -> RowStatistics:
     """Join the packed statistics of all ranks. It reads only the shape of the logits."""
     class_start, num_classes = shard_range
-    if num_classes is None:
-        loss, lse, lse_low = gathered[0], gathered[1], gathered[2]  # unbind would make a view for each of the ids too
-        entropy = gathered[3] if with_entropy else gathered.new_empty(0)
-        at_ids = gathered[-ids_per_row:].t() if ids_per_row else None
-        return RowStatistics(loss, lse, None, None, entropy, lse_low, at_ids)
     at_ids = None
     if ids_per_row:
         ids_start = gathered.shape[1] - ids_per_row * target.numel()

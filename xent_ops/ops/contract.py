@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..head import divergence_chunk, shard
-from ..head.divergences import dtype_of_teacher
+from ..head import shard
 from ..head.products import accumulator_of_weight
 from ..kernels import divergences
 from ..kernels.reference import accumulator, columns_of
@@ -44,8 +43,6 @@ def classes_of(call: Call) -> int:
 def packed_width(call: Call) -> int:
     """The number of values in the packed statistics of a rank."""
     rows, ids = call.target.numel(), getattr(call, "ids", None)
-    if hasattr(call, "fields"):
-        return divergence_chunk.width(rows, rules.record(call), call.with_tops, call.classes is not None)
     ids_per_row = 0 if ids is None else ids.shape[-1]
     return shard.width(rows, call.weight is not None, getattr(call, "with_entropy", False), ids_per_row)
 
@@ -66,7 +63,6 @@ RESULT_DTYPES: dict[str, Callable[[Call], torch.dtype]] = {
     "dtype": lambda call: call.dtype or torch.float32,
     "grad_dtype": lambda call: getattr(call, "grad_dtype", None) or call.logits.dtype,
     "logits_dtype": lambda call: getattr(call, "logits_dtype", None) or call.input.dtype,
-    "teacher_dtype": lambda call: dtype_of_teacher(call.teacher_input.dtype, call.logits_dtype),
     "sum_dtype": lambda call: accumulator_of_weight(call.input.dtype, call.accumulate_dtype),
 }
 

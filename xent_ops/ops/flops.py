@@ -73,11 +73,9 @@ FLOPS: dict[str, Callable[[Call], int]] = {
     "linear_divergences_forward": lambda call: _product(call) + _teacher_product(call),
     "linear_divergences_backward": lambda call: _with_grads(call) + _teacher_product(call),
     "linear_divergences_with_grad": lambda call: _with_grads(call) + _teacher_product(call),
-    "linear_divergences_chunk": lambda call: _product(call) + _teacher_product(call),
-    "linear_divergences_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,
     "linear_cross_entropy_shard": _product,
-    "linear_cross_entropy_chunk": _product,
-    "linear_cross_entropy_chunk_grad_": lambda call: _product(call) if call.with_grad_input else 0,
+    "linear_logits": _product,
+    "linear_grad_input": lambda call: _product(call) if call.with_grad_input else 0,
     "linear_cross_entropy_chunk_add_": _grad_weight_product,
 }
 

@@ -78,7 +78,6 @@ RESULTS: dict[str, tuple[str, str, str]] = {
     "accuracy": ("acc", "", "with_argmax"),
     "stats": ("acc", "1 W", ""),
     "logits": ("logits_dtype", "... P", ""),
-    "teacher_logits": ("teacher_dtype", "... P", ""),
     "grad_logits": ("grad_dtype", "... V", ""),
     "grad_input": ("=input", "... H", "output_mask 0"),
     "grad_linear_weight": ("=input", "V H", "output_mask 1"),

@@ -96,8 +96,7 @@ def _temperature(call: Call) -> None:
             widths = (widths[0], call.classes.shape[0])
     else:
         student, teacher, names = call.primary, call.teacher_logits, ("logits", "teacher_logits")
-        chunk = hasattr(call, "linear_weight")  # its logits have padding columns
-        widths = (width(call), width(call) if chunk else teacher.shape[-1])
+        widths = (width(call), teacher.shape[-1])
     spec = record(call)
     distillation_checks.options(spec, student, teacher)
     distillation_checks.slices(spec, getattr(call, "class_start", None), *widths, names)

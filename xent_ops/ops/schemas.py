@@ -37,7 +37,7 @@ COUNT = "Tensor? count=None"  # (), the number of counted rows of a chunk; ignor
 # Never read. It only orders a graph: the operator runs after the one that returned this tensor, such as "done", (0,).
 AFTER = "Tensor? after=None"
 SHARES = "Tensor? shares=None"  # factors of rows in the gradients of the weight and the bias: head/float16.py
-IDS = "Tensor? ids=None"  # several classes of each row of a chunk, (n, K)
+IDS = "Tensor? ids=None"  # several classes of each row, (..., K)
 MASK_IDS = "bool mask_ids=False"  # lse is that of the classes that the ids of a row do not name
 DIVERGENCES = (
     "SymInt ignore_index=-100, SymInt? num_classes=None, float beta=0.5, float temperature=1.0, "
@@ -270,40 +270,21 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "Tensor lse, Tensor target_weight, Tensor lse_coefficient, Tensor entropy, Tensor lse_low, Tensor at_ids)",
         None,
     ),
-    # One chunk of rows, whose logits are kept. The caller's code runs between the first two: a gather of all ranks'
-    # statistics, or a function of a row's statistics. Three matrix multiplications. With num_classes, of a slice.
-    "linear_cross_entropy_chunk": (
-        f"(Tensor input, Tensor linear_weight, Tensor target, {SLICE}, Tensor? linear_bias=None, "
-        f"Tensor? weight=None, bool with_entropy=False, {COUNT}, {AFTER}, {IDS}, {MASK_IDS}, {LOGITS_DTYPE}, *, "
-        f"{OPTIONS}) "
-        "-> (Tensor stats, Tensor logits)",
+    # The matrix multiplications of one chunk of rows. Between the first two, row operators and the caller's code run.
+    # The second reads the gradient that was written over the logits, in fewer bytes in the front of each row.
+    "linear_logits": (
+        f"(Tensor input, Tensor linear_weight, Tensor? linear_bias=None, {COUNT}, {AFTER}, {LOGITS_DTYPE}) "
+        "-> Tensor logits",
         None,
     ),
-    "linear_cross_entropy_chunk_grad_": (
-        "(Tensor(a!) logits, Tensor grad_loss, Tensor? grad_lse, Tensor linear_weight, Tensor target, Tensor lse, "
-        f"{SLICE}, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, Tensor? entropy=None, "
-        f"Tensor? lse_coefficient=None, bool with_grad_input=True, {COUNT}, {AFTER}, {IDS}, Tensor? at_ids=None, "
-        f"Tensor? grad_ids=None, {MASK_IDS}, {LSE_LOW}, *, {OPTIONS}, {LSE_SQUARE}) "
+    "linear_grad_input": (
+        f"(Tensor logits, Tensor linear_weight, bool with_grad_input=True, {COUNT}, {AFTER}) "
         "-> (Tensor grad_input, Tensor done)",
         None,
     ),
     "linear_cross_entropy_chunk_add_": (
         "(Tensor(a!) grad_linear_weight, Tensor(b!) grad_linear_bias, Tensor grad_logits, Tensor input, "
         f"SymInt columns, bool first, {COUNT}, {SHARES}) -> ()",
-        None,
-    ),
-    # The same for two heads. The other two operators of the loop serve both.
-    "linear_divergences_chunk": (
-        "(Tensor input, Tensor linear_weight, Tensor target, Tensor teacher_input, Tensor teacher_weight, "
-        "SymInt? class_start=None, Tensor? linear_bias=None, Tensor? teacher_bias=None, Tensor? classes=None, "
-        f"bool with_tops=False, {COUNT}, {AFTER}, {LOGITS_DTYPE}, *, {DIVERGENCES}) "
-        "-> (Tensor stats, Tensor logits, Tensor teacher_logits)",
-        None,
-    ),
-    "linear_divergences_chunk_grad_": (
-        "(Tensor(a!) logits, Tensor grad_values, Tensor teacher_logits, Tensor linear_weight, Tensor target, "
-        f"Tensor statistics, SymInt? class_start=None, bool with_grad_input=True, {COUNT}, {AFTER}, *, {DIVERGENCES}) "
-        "-> (Tensor grad_input, Tensor done)",
         None,
     ),
     "attach_gradients": (

@@ -2,11 +2,9 @@
 
 head/loop.py has the loop. The logits of a chunk live from the first operator to the third::
 
-    linear_cross_entropy_chunk        a chunk's logits and their statistics: (loss, lse, lse_low), (3, n), and entropy
-                                      if it is wanted. A slice has the results of cross_entropy_shard. x of the ids,
-                                      (K, n), comes last.
-    linear_cross_entropy_chunk_grad_  from upstream gradients of rows: the gradient, written over the logits, and the
-                                      input's gradient; for a slice, this rank's part of it
+    linear_logits                     a chunk's logits
+    (row operators                    their statistics; from upstream gradients the gradient, written over the logits)
+    linear_grad_input                 the input's gradient; for a slice, this rank's part of it
     linear_cross_entropy_chunk_add_   adds the chunk's part of the weight's and the bias' gradient
     attach_gradients                  the loss, whose derivatives are these gradients
 """
@@ -24,33 +22,22 @@ from ...head.float16 import Split
 from ...head.loop import HeadSlice
 from ...kernels.rows import padded_classes
 from .. import checks
-from ..contract import Call, packed_width
+from ..contract import Call
 from ..formulas import Gradients, autograd, differentiable
 from ..library import operator
-from ..rules import check_targets
 from ..second_order import no_second_derivative
 from .operators import HEAD_NAMES, give_away_once, keep_gradients
 
-# For the logits that the first operator returns, whose columns are padded.
-PADDED = {
-    "logits": ("float", "... P", "as linear_cross_entropy_chunk makes them"),
-    "linear_weight": ("float", "V H", "one row of features for each class"),
-}
-GRAD_INPUT = {"grad_input": ("=linear_weight", "... H", "with_grad_input")}
+_HEAD = ("columns H", "one row of features for each class")  # may be empty
+_OF_LOGITS = {"linear_weight": ("=input", *_HEAD), "linear_bias": ("=input", "columns", "one number a class")}
+_OF_GRADIENT = {"logits": ("float", "... P", "as linear_logits makes them"), "linear_weight": ("float", *_HEAD)}
 
 
-def one_chunk(call: Call) -> None:
+def _one_chunk(call: Call) -> None:
     if call.primary.dim() != 2:
         name, columns = ("input", "H") if hasattr(call, "input") else ("logits", "columns")
         shape = tuple(call.primary.shape)
         raise ValueError(f"{name} has shape {shape}; expected (rows, {columns}), the rows of one chunk")
-
-
-def _statistics_shape(call: Call) -> tuple[int, ...]:
-    if call.num_classes is not None:
-        return 1, packed_width(call)
-    ids_per_row = 0 if call.ids is None else call.ids.shape[1]
-    return (4 if call.with_entropy else 3) + ids_per_row, call.target.shape[0]
 
 
 def _check_add(call: Call) -> None:
@@ -95,33 +82,20 @@ def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:
     return give_away_once(ctx, grad)
 
 
-def _check_values(call: Call) -> None:
-    if call.ids is not None or call.num_classes is not None:  # else the row operator checks the targets
-        check_targets(call)
-
-
+operator("linear_logits", reference=chunk.logits, arguments=_OF_LOGITS, rules=(_one_chunk,), calls_operators=True)
 operator(
-    "linear_cross_entropy_chunk",
-    reference=chunk.chunk,
-    check_values=_check_values,
-    results={"stats": ("acc", _statistics_shape, "")},
-    rules=(one_chunk,),
+    "linear_grad_input",
+    reference=chunk.grad_input,
+    arguments=_OF_GRADIENT,
+    results={"grad_input": ("=linear_weight", "... H", "with_grad_input")},
+    rules=(_one_chunk,),
     calls_operators=True,
-)
-operator(
-    "linear_cross_entropy_chunk_grad_",
-    reference=chunk.chunk_grad_,
-    arguments=PADDED,
-    results=GRAD_INPUT,
-    rules=(one_chunk,),
-    calls_operators=True,
-    overwrites="logits",
 )
 operator(
     "linear_cross_entropy_chunk_add_",
     reference=chunk.chunk_add_,
     arguments={"grad_logits": None},
-    rules=(one_chunk, _check_add),
+    rules=(_one_chunk, _check_add),
     calls_operators=True,
     overwrites="grad_linear_weight",
 )
