@@ -351,5 +351,5 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"several classes a row take no products='fp8'"):
         xent_ops.linear_token_log_probs(x, head, target.unsqueeze(1), products="fp8")
     monkeypatch.setattr(fp8, "why_not", lambda device: "they need compute capability 8.9")
-    with pytest.raises(RuntimeError, match=r"not to be had on this device: they need compute capability 8.9"):
+    with pytest.raises(RuntimeError, match=r"not available on this device: they need compute capability 8.9"):
         call(x, head, target, products="fp8_gradients")

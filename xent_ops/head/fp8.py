@@ -50,7 +50,7 @@ def why_not(device: torch.device) -> str | None:
     if accelerator is None or (capability := accelerator.capability(device)) is None:
         return f"they were written for NVIDIA's GPUs, and for the CPU in plain torch, not for {device.type}"
     if capability < CAPABILITY:
-        return f"they need compute capability 8.9, which this GPU, with {capability[0]}.{capability[1]}, has not"
+        return f"they need compute capability 8.9 or more, and this GPU has {capability[0]}.{capability[1]}"
     return None
 
 

@@ -319,7 +319,7 @@ def multiplied(products: str | None, input: Tensor, linear_weight: Tensor) -> No
         )
     reason = fp8.why_not(input.device)
     if reason is not None:
-        raise RuntimeError(f"{what} is not to be had on this device: {reason}")
+        raise RuntimeError(f"{what} is not available on this device: {reason}")
 
 
 def batch_invariant(products: str | None) -> None:

@@ -29,7 +29,7 @@ try:
 except RuntimeError as error:
     raise ImportError(
         "xent_ops cannot be imported: this process has operators of the namespace xent already, as it does once it has "
-        f"loaded libxent_ops.so. Import xent_ops first; to load the library afterwards does no harm. ({error})"
+        f"loaded libxent_ops.so. Import xent_ops first; then it is safe to load the library. ({error})"
     ) from None
 
 # needs_fixed_stride_order: our kernels accept any row stride but need dense classes. So Inductor may pad the rows of
