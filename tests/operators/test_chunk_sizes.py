@@ -142,3 +142,17 @@ def test_rows_of_one_shape_on_a_cpu():
     for chunk_rows, parts in ((1, 1), (6, 1), (6, 3), (512, 3)):
         rows = rows_of_one_shape(torch.empty(9, 8), 130, chunk_rows, parts=parts)
         assert rows % 4 == 0 and 0 <= rows - chunk_rows // parts < 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_heads_of_float32_logits_have_half_the_rows(dtype):
+    """So that both chunks take the memory of the input's dtype. A CPU converts the whole head once a chunk."""
+    for classes, rows in ((32000, 4096), (128256, 2048), (256000, 2048)):
+        for device, half in (("meta", rows // 2), ("cpu", 512)):
+            input = torch.empty(8192, 2048, device="meta", dtype=dtype)
+            input = input if device == "meta" else torch.empty(1, dtype=dtype).expand(8192, 2048)
+            size_args = (8192, input, classes, False, None)
+            assert rows_of_chunk(*size_args, torch.float32, heads=2) == half
+            assert rows_of_chunk(*size_args, dtype, heads=2) == (rows if device == "meta" else 512)
+            assert rows_of_chunk(*size_args, None, heads=2) == rows_of_chunk(*size_args, None)
+    assert rows_of_chunk(*size_args[:4], 24, torch.float32, heads=2) == 24

@@ -190,12 +190,13 @@ def test_compiled_without_a_gpu(dtype, monkeypatch, tmp_path):
     x, head, logits = (torch.ones(shape, dtype=dtype) for shape in ((256, 64), (512, 64), (256, 512)))
     count, order = torch.tensor(1, dtype=torch.int32), torch.arange(256)
     for bias in (None, head[:, 0].contiguous()):
-        launch_product.logits(x, head, bias, count, logits)
+        for out in (logits, logits.float()):
+            launch_product.logits(x, head, bias, count, out)
     for sums in (dtype, torch.float32):
         for add in (False, True):
             launch_product.grad_weight(logits, x, count, head.to(sums), add)
     launch_product.grad_input(logits, head, count, order, x)
-    assert len(calls) == 2 + 4 + 3
+    assert len(calls) == 4 + 4 + 3
     target = GPUTarget("cuda", 90, 32)
     for call in calls:
         compiled = compile_call(*call, target)
