@@ -211,8 +211,7 @@ def refusals(stage):
                 of_language_model(engine_of(model, 3), batches(1)[0])
     model = make("Llama", partitioned=True, checkpointing=False)
     model.lm_head.register_forward_pre_hook(lambda module, args: {}["of a hook"])
-    with pytest.raises(KeyError, match="of a hook"):
-        use_xent(model)
+    assert use_xent(model).untried == "KeyError: 'of a hook'"
     assert_nothing_is_gathered(model)
 
 
