@@ -102,11 +102,11 @@ def test_reduce_overhead(name):
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize("chunk_rows", [None, 512])
 def test_memory_of_a_step(chunk_rows, beta):
-    """The gradients and a chunk of logits of each model; the backward allocates nothing."""
+    """The gradients and a chunk of float32 logits of each model; the backward allocates nothing."""
     hidden, head, *others = batch(0, ROWS, CLASSES, FEATURES, TEACHER)
     hidden.requires_grad_(), head.requires_grad_()
     gradients = 2 * (hidden.numel() + head.numel())
-    chunk = 2 * CLASSES * rows_of_chunk(ROWS, hidden, len(head), False, chunk_rows)
+    chunk = 4 * CLASSES * rows_of_chunk(ROWS, hidden, len(head), False, chunk_rows, torch.float32, heads=2)
     function = of_heads(beta=beta, chunk_rows=chunk_rows)
     for _ in range(2):
         function(hidden, head, *others).backward()

@@ -172,10 +172,11 @@ def test_the_gradient_of_the_bias_is_added_up_in_float32(device, dtype, rows, ch
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_divisors_that_are_no_numbers_of_rows(device, dtype):
-    """As a division of the sum: nothing for infinity; for 0, which a tensor may hold, what a mean's class weights give."""
+    """A tensor is not read. As a division of the sum: nothing for infinity; for 0 what a mean's class weights give."""
     x, head, target, _, _ = problem(12, 5, 9, dtype, device)
     x.requires_grad_(), head.requires_grad_()
-    for divisor in (float("inf"), -3.0, torch.tensor(0.0, device=device)):
+    for value in (float("inf"), -3.0, 0.0):
+        divisor = torch.tensor(value, device=device)
         results = []
         for unfused in (False, True):
             if unfused:

@@ -288,9 +288,10 @@ def write_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
     return product.contiguous() if out is None else out.copy_(product)
 
 
-def multiplies_into_float32(tensor: Tensor) -> bool:
-    accelerator = accelerators.of(tensor.device)
-    return accelerator is not None and accelerator.multiplies_into_float32
+def multiplies_into_float32(result: Tensor) -> bool:
+    """Can torch.mm(out_dtype=) write this result of narrower operands? cuBLAS writes float32 of 16-bit ones alone."""
+    accelerator = accelerators.of(result.device)
+    return accelerator is not None and accelerator.multiplies_into_float32 and result.dtype == torch.float32
 
 
 def add_rows(total: Tensor, rows: Tensor, first: bool, factors: Tensor | None = None) -> None:
