@@ -19,8 +19,8 @@ def use_xent(model_or_trainer: Any, **options: Any) -> Any:
     ``remove_xent`` undoes it.
 
     Args:
-        model_or_trainer: a language model of transformers, a PeftModel or FSDP1's wrapper around one, a
-            GPTModel of Megatron-Core, or a trainer of TRL, and also instances of your subclasses. It is changed in
+        model_or_trainer: a language model of transformers, a PeftModel or FSDP1's wrapper around one, a GPTModel or
+            HybridModel of Megatron-Core, or a trainer of TRL, and also instances of your subclasses. It is changed in
             place.
         options: those of ``use_xent`` in ``xent_ops.integrations.transformers``, ``xent_ops.integrations.megatron`` or
             ``xent_ops.integrations.trl``. Their pages have the details.
@@ -77,7 +77,7 @@ def _integration(model_or_trainer: Any) -> Any:
             if isinstance(model_or_trainer, torch.nn.DataParallel):
                 hint += ". DataParallel is not supported, since its threads share hooks: use DistributedDataParallel"
     raise TypeError(
-        "use_xent takes a GPTModel of Megatron-Core, a language model of transformers, a PeftModel, FSDP1's "
+        "use_xent takes a GPTModel or HybridModel of Megatron-Core, a language model of transformers, a PeftModel, FSDP1's "
         f"wrapper of one, or a trainer of TRL, got {type_name(model_or_trainer)}: {hint}"
     )
 
