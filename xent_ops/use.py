@@ -77,8 +77,8 @@ def _integration(model_or_trainer: Any) -> Any:
             if isinstance(model_or_trainer, torch.nn.DataParallel):
                 hint += ". DataParallel is not supported, since its threads share hooks: use DistributedDataParallel"
     raise TypeError(
-        "use_xent takes a GPTModel or HybridModel of Megatron-Core, a language model of transformers, a PeftModel, FSDP1's "
-        f"wrapper of one, or a trainer of TRL, got {type_name(model_or_trainer)}: {hint}"
+        "use_xent takes a GPTModel or HybridModel of Megatron-Core, a language model of transformers, a PeftModel, "
+        f"FSDP1's wrapper of one, or a trainer of TRL, got {type_name(model_or_trainer)}: {hint}"
     )
 
 

@@ -15,6 +15,7 @@ from helpers.offline import launch, recorded
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
 from xent_ops.inductor.lowerings import packages
+from xent_ops.kernels.divergences import STATISTICS
 from xent_ops.kernels.options import RowOptions
 from xent_ops.kernels.triton import flags
 
@@ -182,7 +183,7 @@ def test_distillation_has_as_many_chunks_for_every_number_of_rows():
     hidden, head, target, bias, upstream = placeholders(module, given, (rows, None, rows, None, rows))
     heads, dw_and_dh = [hidden, head, target, hidden, head, bias], (3, 1 + 4)  # by addmm and by mm
     with hidden.fake_mode:
-        saved = [upstream.expand(5, -1), upstream.new_empty((7, *upstream.shape))]
+        saved = [upstream.expand(5, -1), upstream.new_empty((STATISTICS, *upstream.shape))]
         for name, args, of_rows, (added, written) in (
             ("linear_divergences_with_grad", heads, packed.ops.divergences_with_grad_, dw_and_dh),
             ("linear_divergences_forward", heads, packed.ops.divergences_forward, (0, 0)),

@@ -10,6 +10,7 @@ from helpers.processes import run_with_torch
 from helpers.refusals import refusals
 
 from xent_ops import _extension
+from xent_ops.kernels.divergences import STATISTICS
 from xent_ops.ops.schemas import COMPOSITES, PYTHON_ONLY, SCHEMAS
 
 pytestmark = pytest.mark.skipif(not _extension.LIBRARY.exists(), reason="built without C++ (XENT_OPS_BUILD_CPP=0)")
@@ -28,7 +29,7 @@ ON_META = ("freed or was never allocated", "device", "aten::cat failed")
 def combinations():
     """(operator, arguments, options): targets out of range, and arguments that do not go together."""
     x, y, t, w = torch.randn(4, 9), torch.randn(4, 9), torch.arange(4), torch.ones(9)
-    rows, none, five, seven = torch.ones(4), (None,) * 5, torch.ones(5, 4), torch.ones(7, 4)
+    rows, none, five, saved = torch.ones(4), (None,) * 5, torch.ones(5, 4), torch.ones(STATISTICS, 4)
     forward, backward, divergences = "cross_entropy_forward", "cross_entropy_backward", "divergences_forward"
     yield forward, (x, t + 6), {}
     yield forward, (x, t.to(torch.int32) - 1), {"ignore_index": 7}
@@ -39,7 +40,7 @@ def combinations():
     yield "cross_entropy_shard", (x, t + 20, 0, 9), {}
     yield divergences, (x, y, t + 6), {"fields": "log_prob"}
     yield "divergences_with_grad", (x, y, t - 1, rows), {"fields": "kl,log_prob", "hard_weight": 1.0}
-    yield "divergences_backward", (five, x, y, t - 1, seven), {"fields": "overlap,log_prob"}
+    yield "divergences_backward", (five, x, y, t - 1, saved), {"fields": "overlap,log_prob"}
     yield forward, (x, t.view(2, 2)), {}
     yield backward, (rows, None, x, t, rows, w, rows.view(2, 2)), {}
     yield "soft_cross_entropy_forward", (x, t), {}
@@ -57,12 +58,12 @@ def combinations():
     yield divergences, (x, y[:, :8], t, None, None, 0), {"num_classes": 18}
     yield divergences, (x, y, t, None, None, 0), {}
     yield divergences, (x, y, t, None, None, 20), {"num_classes": 18}
-    yield divergences, (x, y, t, None, seven, 0), {"num_classes": 18}
-    for wrong in (five, seven.T, torch.ones(7)):
+    yield divergences, (x, y, t, None, saved, 0), {"num_classes": 18}
+    for wrong in (five, saved.T, torch.ones(7)):
         yield divergences, (x, y, t, None, wrong, 0), {"num_classes": 18, "fields": "overlap"}
         yield "divergences_backward", (five, x, y, t, wrong), {}
     yield divergences, (x, y, t, torch.ones(3)), {}
-    yield "divergences_backward", (seven, x, y, t, seven), {}
+    yield "divergences_backward", (saved, x, y, t, saved), {}
     for fields in ("", "jsd", "kl,", "kl,kl", "overlap, kl"):
         yield divergences, (x, y, t), {"fields": fields}
     for wrong in ({"softcap": 0.0}, {"teacher_softcap": -1.0}, {"logit_scale": 0.0}, {"teacher_logit_scale": math.inf}):
