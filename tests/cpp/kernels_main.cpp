@@ -117,6 +117,7 @@ struct Everything {
   Divergences divergences;
   std::vector<int64_t> target;
   Bytes weight = per_class(), grad = per_row(), saved = per_row();
+  Bytes teacher_lse;  // and lse_low
   Problem problem;
   Slice shard{below(5), 0};
   int64_t ranks = below(4);
@@ -150,6 +151,7 @@ struct Everything {
     divergences.temperature = one_of({1.0, 2.0});
     for (bool& reads : divergences.reads) reads = below(2);
     gathered = elements(accumulator, ranks * shard_width(problem), below(2) != 0);
+    teacher_lse = elements(accumulator, 2 * rows, below(2) != 0);
   }
 
   // All that the kernels write.
@@ -234,7 +236,7 @@ struct Everything {
       add(dtype, over.bytes);
     };
     pair(divergences, nullptr, nullptr);
-    pair(divergences, saved.data(), nullptr);
+    pair(divergences, teacher_lse.data(), nullptr);
     Divergences of_slice = divergences;
     of_slice.all_classes = false;
     of_slice.slice = {2, 2 + divergences.slice.num_classes};

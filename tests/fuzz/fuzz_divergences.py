@@ -20,7 +20,8 @@ def draw(*args):
     draw.numbers("divergences_forward")
     widths = (draw.classes, draw.classes + draw.pick((0, 1, 50))) if draft else draw.padded()
     read = draw.pick([draw.random.sample(FIELDS, draw.pick((1, 1, 2, 3, 5)))], "read")
-    if draw.maybe(0.7, "target") or "log_prob" in read:
+    needed = draw.sequence is not None and draw.name not in LOSSES  # it says how the rows are split
+    if draw.maybe(0.7, "target") or "log_prob" in read or needed:
         draw.target()
     if draw.name in LOSSES:
         draw.reduced("mean", "sum")

@@ -136,6 +136,8 @@ def use_xent(
     checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
+    if getattr(base, "loss_type", "") is None:  # the default of ``loss_function``, whose warning Dynamo cannot trace
+        base.loss_type = "ForCausalLM"
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)
     return Report(
         model=type(base).__name__,
