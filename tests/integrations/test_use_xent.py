@@ -23,7 +23,9 @@ from xent_ops.integrations.transformers import remove_xent, use_xent  # noqa: E4
 def _models_by_way():
     for name in tiny.MODELS:
         yield pytest.param(name, "eager", id=f"{name}-eager")
-        marks = () if name in QUICKLY_COMPILED else pytest.mark.slow
+        marks = [] if name in QUICKLY_COMPILED else [pytest.mark.slow]
+        if name == "RecurrentGemma":
+            marks.append(pytest.mark.xfail(reason="Dynamo writes F.tanh, which no other model calls, into the graph"))
         yield pytest.param(name, "compiled", id=f"{name}-compiled", marks=marks)
 
 

@@ -136,8 +136,6 @@ def use_xent(
     checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
-    if getattr(base, "loss_type", "") is None:  # the default of ``loss_function``, whose warning Dynamo cannot trace
-        base.loss_type = "ForCausalLM"
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)
     return Report(
         model=type(base).__name__,
@@ -197,11 +195,17 @@ class _Hooks:
             model.register_forward_hook(self.after_model, always_call=True),  # after an error too
         ]
         self.hook_ids = (self.handles[1].id, self.handles[2].id)
+        # Dynamo guards no hooks: without an attribute that its forward reads, this model would run what was compiled for
+        # an untouched one of its class. Reading it now gives its warning, which Dynamo cannot trace.
+        self.had_loss_function = "_loss_function" in vars(model)
+        model.loss_function = model.loss_function
 
     def remove(self) -> None:
         RUNNING.calls.pop(self.key, None)  # a call that was interrupted
         for handle in self.handles:
             handle.remove()
+        if not self.had_loss_function:
+            del self.model._loss_function
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         RUNNING.calls.pop(self.key, None)  # a call that was interrupted
