@@ -195,8 +195,8 @@ class _Hooks:
             model.register_forward_hook(self.after_model, always_call=True),  # after an error too
         ]
         self.hook_ids = (self.handles[1].id, self.handles[2].id)
-        # Dynamo guards no hooks: without an attribute that its forward reads, this model would run what was compiled for
-        # an untouched one of its class. Reading it now gives its warning, which Dynamo cannot trace.
+        # Dynamo guards no hooks: without an attribute that its forward reads, this model would run what was compiled
+        # for an untouched one of its class. Reading it now gives its warning, which Dynamo cannot trace.
         self.had_loss_function = "_loss_function" in vars(model)
         model.loss_function = model.loss_function
 
