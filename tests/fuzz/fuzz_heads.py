@@ -12,7 +12,7 @@ UNJUDGED |= {"fields"}
 
 def refused_with_shard(name):
     no_loss = {"accumulate_dtype"} if name == "linear_top_k" else set()
-    return no_loss | ({"skip_ignored"} if "top_k" in name or "distillation" in name else set())
+    return no_loss | ({"skip_ignored"} if "top_k" in name or "distillation" in name or "divergences" in name else set())
 
 
 class Heads(Program):

@@ -147,11 +147,8 @@ class _Values(torch.autograd.Function):
         steps = rows.steps(call.head, call.loss, collect, collectives)
         loop_args = (target, call.head, collectives, (False, False, False), rows.ignore_index)
         loop.run_loop(steps, rows.inputs(input), *loop_args, scattered=split is not None)
-        values, statistics, *tops = (
-            torch.cat(found, -1)
-            .view(-1, *target.shape)
-            .split([len(FIELDS), STATISTICS, *([2] if rows.with_tops else [])])
-        )
+        sizes = [len(FIELDS), STATISTICS, *([2] if rows.with_tops else [])]
+        values, statistics, *tops = torch.cat(found, -1).view(sum(sizes), *target.shape).split(sizes)
         tops = tops[0] if tops else values.new_empty(0)
         ctx.mark_non_differentiable(statistics, tops)
         return values, statistics, tops
