@@ -65,7 +65,7 @@ class Heads(Program):
             ("skip_ignored", 0.2, (True,)),
             ("batch_invariant", 0.2, (True,)),
             ("check", 0.3, (True,)),
-            ("logits_dtype", 0.3, (torch.float32, getattr(torch, str(self.dtype).removeprefix("torch.")))),
+            ("logits_dtype", 0.3, (torch.float32,)),  # autocast may give the input another dtype of 16 bits
             ("accumulate_dtype", 0.3, (torch.float32,)),
         ):
             if name in self.parameters and name not in refused:
