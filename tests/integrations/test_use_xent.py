@@ -372,3 +372,15 @@ def test_the_blocks_of_the_documentation_run():
     namespace = {}
     for block in blocks:
         exec(block, namespace)
+
+
+def test_a_compiled_model_of_the_same_class_before():
+    """Dynamo guards no hooks: what it compiled for an untouched model must not run for one with use_xent."""
+    ids, labels = tiny.batch()
+    for used in (False, True):
+        model = tiny.make("Llama")
+        want = tiny.step(model, model, ids, labels)
+        if used:
+            use_xent(model)
+        found = tiny.step(model, torch.compile(model, backend="eager"), ids, labels)
+        tiny.assert_same(found, want)
