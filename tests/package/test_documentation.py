@@ -336,4 +336,6 @@ def test_readme_counts_the_models_of_transformers():
     counts = re.search(
         r"(\d+) of (\d+) classes are equal with .* and\n(\d+) are refused", (DOCS / "models.md").read_text()
     )
-    assert "{} of {} classes are equal, {} are refused".format(*counts.groups()) in README
+    equal, tried, refused = counts.groups()
+    assert f"Of {tried} model classes [tried](docs/models.md), {equal} have the same loss and gradients" in README
+    assert f"and {refused} are refused" in README

@@ -1,5 +1,6 @@
 """docs/versions.md says which private parts of torch and Triton are used; CITATION.cff which version this is."""
 
+import inspect
 import json
 import os
 import re
@@ -12,10 +13,11 @@ import private_parts
 import pytest
 
 import xent_ops
+from xent_ops import distributed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(xent_ops.__file__).parent
-PAGE = (ROOT / "docs" / "versions.md").read_text().partition("## Private parts")[2]
+SURFACE, _, PAGE = (ROOT / "docs" / "versions.md").read_text().partition("## Private parts")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
 
 
@@ -87,5 +89,21 @@ def test_private_parts_are_found(tmp_path):
     }
 
 
-def test_the_citation_is_of_this_version():
+def test_citation_and_changelog_are_of_this_version():
     assert f"\nversion: {xent_ops.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    head = re.search(r"^## (.*)$", changelog, re.MULTILINE).group(1)
+    assert re.match(rf"{re.escape(xent_ops.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", head), head
+    functions = [name for name in xent_ops.__all__ if name.islower() and not name.startswith("_")]
+    assert [name for name in functions if f"{name}`" not in changelog and f"{name}(" not in changelog] == []
+
+
+def test_the_page_names_the_functions_over_ranks():
+    sharded = {
+        name
+        for name in xent_ops.__all__
+        if inspect.isfunction(function := getattr(xent_ops, name)) and "shard" in inspect.signature(function).parameters
+    }
+    listed = re.search(r"\*\*Ranks are one argument\.\*\*(.*?) take `shard=", SURFACE, re.DOTALL).group(1)
+    assert set(re.findall(r"`(\w+)`", listed)) == sharded
+    assert set(distributed.__all__) == {"Shard", "vocab_parallel_cross_entropy"}
