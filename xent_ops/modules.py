@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import functional, linear
 from .kernels.options import HeadProducts, Reduction
-from .ops import arguments, checks, scalars
+from .ops import arguments, scalars
 from .ops.message_values import type_name
 
 
@@ -180,7 +180,6 @@ class LinearCrossEntropyLoss(nn.Module):
         self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale = rows
         chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
         self.accumulate_dtype, chunking = arguments.chunks(*chunks)
-        checks.chunk_rows(chunking.chunk_rows)
         self.chunk_rows, self.skip_ignored, self.logits_dtype, self.products, self.batch_invariant = chunking
         in_features, num_classes = _size("in_features", in_features), _size("num_classes", num_classes)
         if tied_weight is None:

@@ -11,6 +11,8 @@ import transformers  # noqa: E402
 
 from tools.models import compare  # noqa: E402
 from tools.models.configs import VARIANTS  # noqa: E402
+from xent_ops import inductor  # noqa: E402
+from xent_ops.inductor.rewriting.graph_pass import Heads, ReplaceCrossEntropy  # noqa: E402
 from xent_ops.integrations.transformers import remove_xent, use_xent  # noqa: E402
 
 # The mapping of each class. The other classes are those of `python -m tools.models`, docs/models.md.
@@ -29,6 +31,7 @@ CLASSES = QUICK | {
     "XLNetLMHeadModel": "causal",
     "TrOCRForCausalLM": "causal",
     "BambaForCausalLM": "causal",
+    "RecurrentGemmaForCausalLM": "causal",  # caps by F.tanh
     "LlavaForConditionalGeneration": "image-text",
     "Qwen2_5_VLForConditionalGeneration": "image-text",
     "VisionEncoderDecoderModel": "image-text",
@@ -88,14 +91,39 @@ def test_compiled(name):
 
 
 @pytest.mark.slow
-def test_one_graph():
+@pytest.mark.parametrize("name", ["ModernBertForMaskedLM", "LlavaForConditionalGeneration"])
+def test_one_graph(name):
     """The classes that call loss_function are one graph, as causal models are."""
-    model, call = built("ModernBertForMaskedLM")
+    model, call = built(name)
     steps(model, call, torch.compile(model, backend="aot_eager", fullgraph=True))
-    model, call = built("T5ForConditionalGeneration")
+
+
+def the_pass(module, inputs):
+    """A backend for torch.compile: what xent_ops.inductor.options(linear=True) adds to Inductor's."""
+    ReplaceCrossEntropy(None, Heads(True, None))(module.graph)
+    module.recompile()
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in ONE_A_KIND if not name.startswith("Llava")] + ["RecurrentGemmaForCausalLM"]
+)
+def test_one_graph_by_the_pass(name):
+    """Dynamo writes a CrossEntropyLoss and F.tanh into the graph. Its error has the line to write, which is right."""
+    model, call = built(name)
+    _, loss, grads = compare.step(model, call)
     use_xent(model)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="UnreadLogits"):
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         torch.compile(model, backend="aot_eager", fullgraph=True)(**call)
+    assert "call remove_xent(model) and compile a function that returns the loss alone with" in str(error.value)
+    assert "options=xent_ops.inductor.options(linear=True)" in str(error.value)
+    remove_xent(model)
+    inductor.rewriting.report.clear()
+    loss_of = torch.compile(lambda **call: model(**call).loss, backend=the_pass, fullgraph=True)
+    _, found_loss, found = _step(model, lambda **call: (loss_of(**call),), call)
+    tiny.assert_same((None, found_loss, found), (None, loss, grads))
+    assert "replaced with the head" in str(inductor.last_report())
 
 
 @pytest.mark.slow

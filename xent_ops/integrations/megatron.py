@@ -111,8 +111,7 @@ def use_xent(
     options = arguments.loss_options(-100, label_smoothing, None, 1.0, lse_square_scale)
     checks.option_values(options.row_options, base.config.params_dtype)
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
-    _, chunking = arguments.chunks(*chunks)
-    checks.chunk_rows(chunking.chunk_rows)
+    arguments.chunks(*chunks)
     uses_mask = loss_mask and not skip_ignored and products is None
     vars(base)["_xent"] = _Head(base, layer, (label_smoothing, lse_square_scale), chunks, uses_mask)
     return Report(

@@ -133,7 +133,6 @@ def use_xent(
     checks.option_values(loss.row_options, head.weight.dtype)
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     accumulate_dtype, chunking = arguments.chunks(*chunks)
-    checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "lse_square_scale": lse_square_scale}
     options |= {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
     vars(base)["_xent"] = _Hooks(base, head, upcast, options, in_eval)

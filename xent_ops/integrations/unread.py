@@ -184,3 +184,9 @@ class UnreadLogits(NotComputed):
 
 # Torch's functions that are methods here.
 _FUNCTIONS = ("reshape", "flatten", "clone", "mul", "div", "tanh", "add")
+# Dynamo's errors show this name where it puts a function of tensors alone into the graph: for a CrossEntropyLoss that a
+# forward makes, and F.tanh. Without fullgraph=True the graph breaks there.
+UnreadLogits.__name__ = (
+    "UnreadLogits of use_xent: for one graph call remove_xent(model) and compile a function that returns the loss "
+    "alone with options=xent_ops.inductor.options(linear=True)"
+)

@@ -240,6 +240,7 @@ def chunks(
     boolean("skip_ignored", skip_ignored)
     checks.head_products(products)
     chunk_rows = None if chunk_rows is None else integer("chunk_rows", chunk_rows)
+    checks.chunk_rows(chunk_rows)
     boolean("batch_invariant", batch_invariant)
     skip_ignored = skip_ignored and not batch_invariant
     return accumulate_dtype, Chunking(chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)

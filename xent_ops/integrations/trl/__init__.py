@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...kernels.options import HeadProducts
-from ...ops import arguments, checks
+from ...ops import arguments
 from .. import heads
 from ..transformers import _base
 from .distillation import Divergence, GkdLoss
@@ -99,7 +99,6 @@ def use_xent(
         raise RuntimeError("use_xent is on already: call remove_xent(trainer) first")
     chunks = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     accumulate_dtype, chunking = arguments.chunks(*chunks)
-    checks.chunk_rows(chunking.chunk_rows)
     options: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, **chunking._asdict()}
     if kind.__name__ in _DISTILLING:
         options = _of_distillation(options)
