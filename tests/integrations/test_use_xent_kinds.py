@@ -22,6 +22,7 @@ QUICK = {
     "WhisperForConditionalGeneration": "speech",
 }
 CLASSES = QUICK | {
+    "LlamaForCausalLM": "causal",
     "ModernBertForMaskedLM": "masked",  # calls loss_function, which shifts nothing
     "EsmForMaskedLM": "masked",  # adds a bias to its logits
     "BartForConditionalGeneration": "seq2seq",  # the same
@@ -184,6 +185,52 @@ def test_checkpointing_and_autocast(name):
         tiny.assert_same(compare.step(model, call), want, rtol=3e-2)
 
 
+class Float32Product(torch.nn.Linear):
+    def forward(self, input):
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", *ONE_A_KIND])
+def test_float32_logits_of_a_16_bit_head(name):
+    """Of a head that multiplies in float32, and of a plain one by logits_dtype."""
+    model, call = built(name)
+    model.to(torch.bfloat16)
+    if "input_features" in call:
+        call["input_features"] = call["input_features"].to(torch.bfloat16)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(20)
+    call["labels"] = call["labels"].flip(0)  # XLNet is given its labels, and has no loss
+    rounded = compare.step(model, call)[1].float()
+    head.__class__ = Float32Product
+    _, *want = compare.step(model, call)
+    assert want[0].dtype == torch.float32 and abs(rounded - want[0]) > 1e-5 * want[0]
+    for options in ({}, {"logits_dtype": torch.float32}):
+        report = use_xent(model, **options)
+        assert report.logits_dtype is torch.float32
+        loss, gradient = compare.difference(want, compare.step(model, call)[1:])
+        assert loss <= 2e-6 and gradient <= 2e-2  # the gradient of the logits has 16 bits
+        remove_xent(model)
+        head.__class__ = torch.nn.Linear
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+)
+def test_packed_sequences(name):
+    """Two sequences in each row. Masked models, encoders and speech have no such rows."""
+    model, call = built(name)
+    positions, labels = torch.arange(6).repeat(2).expand(2, -1), call["labels"].clone()
+    labels[:, 6] = -100
+    alone = compare.step(model, call | {"labels": labels})[1]
+    call |= {"labels": labels, "position_ids": positions}
+    assert abs(compare.step(model, call)[1] - alone) > 1e-5 * alone
+    steps(model, call)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_A_KIND)
 def test_a_partitioned_head(name):
@@ -196,6 +243,22 @@ def test_a_partitioned_head(name):
     _, found_loss, found = compare.step(model, call)
     tiny.assert_same((None, found_loss, found), (None, loss, grads))
     assert "forward" not in vars(head)
+
+
+@pytest.mark.parametrize("name", _marked(ONE_A_KIND))
+def test_a_loss_of_the_logits(name):
+    """As Trainer's compute_loss_func: the call has no labels."""
+    model, call = built(name)
+    labels = call.pop("labels")
+    if model.config.is_encoder_decoder:
+        call["decoder_input_ids"] = labels.clamp(min=0)
+
+    def loss_of(**call):
+        return (torch.nn.CrossEntropyLoss()(model(**call).logits.flatten(0, 1), labels.flatten()),)
+
+    want = _step(model, loss_of, call)
+    use_xent(model)
+    tiny.assert_same(_step(model, loss_of, call), want)
 
 
 def test_a_model_whose_first_call_decides():
