@@ -48,6 +48,15 @@ def test_a_product_with_bias(product):
     assert [node.args[index].op for index in (1, 3)] == ["placeholder"] * 2
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_bias_of_more_dimensions(dims):
+    """As BART has it: (1, V)."""
+    x, w, b, t = inputs()
+    assert_taken(
+        lambda x, w, b, t: ce(F.linear(x, w) + b, t), x, w, b.detach().view(*[1] * (dims - 1), -1).requires_grad_(), t
+    )
+
+
 def test_a_weight_that_lies_transposed():
     """(H, V), as JAX has it: our operator reads a view of it."""
     x, w, _, t = inputs()

@@ -68,6 +68,7 @@ LEFT = {
     "shifted by a number": (lambda x, w, b, t: ce(x @ w.T + 1.0, t), "add stands between the head and the loss"),
     "two biases": (lambda x, w, b, t: ce(F.linear(x, w, b) + b, t), "add stands between the head and the loss"),
     "scaled by a tensor": (lambda x, w, b, t: ce(x @ w.T * b[0], t), "mul stands between the head and the loss"),
+    "a bias of more dimensions": (lambda x, w, b, t: ce(x @ w.T + b.view(1, 1, 1, V), t[None]), "add stands between the head"),
     "a bias a row": (lambda x, w, b, t: ce(x @ w.T + x[..., :1], t), "add stands between the head and the loss"),
     "another dtype": (lambda x, w, b, t: ce(x @ w.T + b.double(), t), "add stands between the head and the loss"),
 }  # fmt: skip
@@ -86,7 +87,8 @@ OTHERS = {
 }
 LEFT |= {case: (function, "is no product of hidden states") for case, function in OTHERS.items()}
 # The loss stays with Inductor too: something stands before it.
-STAYING = ("masked", "shifted by a number", "two biases", "scaled by a tensor", "a bias a row", "another dtype")
+STAYING = ("masked", "shifted by a number", "two biases", "scaled by a tensor", "another dtype")
+STAYING += ("a bias a row", "a bias of more dimensions")
 
 
 @pytest.mark.parametrize("case", LEFT)

@@ -52,8 +52,9 @@ class MegatronLogits(NotComputed):
     def best(self) -> Tensor:
         """(S, B): the class with the largest logit, of all ranks' classes, the first where several are largest.
 
-        It takes a matrix multiplication. The statistics of the loss would tell without one whether the label is best,
-        but not which class is, as argmax asks, and not with label smoothing.
+        It takes a matrix multiplication. The statistics of the loss tell without one whether the label's logit is the
+        largest, if labels are not smoothed. But they do not tell whether a class before the label is as large, where
+        argmax returns that one: counted so, a small model in bfloat16 accepted 22.3 % of its tokens for 22.1 %.
         """
         target, (_, chunk_rows, _, logits_dtype, _, batch_invariant) = None, self.chunks
         if self.layer.sequence_parallel and self.labels is not None:

@@ -142,7 +142,10 @@ def emit_head(emit: Emitter, path: Path, product: Product) -> fx.Node:
     call_args = path.loss.arguments(emit)
     weight = emit("t", product.weight) if product.transposed else product.weight  # (V, H)
     input = _hidden(emit, product.input, path)
-    tensors = (input, weight, call_args["target"], product.bias, call_args.get("weight"))
+    bias = product.bias
+    if bias is not None and value_of(bias).dim() > 1:
+        bias = emit("flatten", bias)
+    tensors = (input, weight, call_args["target"], bias, call_args.get("weight"))
     refuse_foreign({str(one): one for one in tensors if one is not None})
     with emit.modes():
         (cast,) = cast_for_autocast(value_of(input))

@@ -35,7 +35,7 @@ class Product:
     input: fx.Node  # (..., H)
     weight: fx.Node
     transposed: bool  # the weight is (H, V), not (V, H)
-    bias: fx.Node | None = None  # (V,)
+    bias: fx.Node | None = None  # (V,); by an addition also (1, V)
     addition: fx.Node | None = None  # adds the bias, if the product does not
     casts: bool = False  # the model casts the 16-bit input, weight and bias to float32
     past: tuple[fx.Node, ...] = ()  # these casts and a transpose of the weight: the product reads them, ours does not
@@ -130,7 +130,8 @@ def _with_bias(node: fx.Node) -> Product | None:
         before, vector, result = value_of(logits), value_of(bias), value_of(node)
         if product is None or product.bias is not None or len(logits.users) > 1 or not isinstance(vector, Tensor):
             continue
-        if vector.shape == before.shape[-1:] and vector.dtype == before.dtype == result.dtype:
+        shape = (*(1,) * (vector.dim() - 1), *before.shape[-1:])  # BART adds (1, V)
+        if vector.shape == shape and result.shape == before.shape and vector.dtype == before.dtype == result.dtype:
             return replace(product, bias=bias, addition=node)
     return None
 
