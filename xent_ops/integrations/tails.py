@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernels.options import Activation
 from . import heads
-from .unread import Refusal, Unread, UnreadLogits
+from .unread import Unread, UnreadLogits
 
 
 class Found(NamedTuple):
@@ -98,4 +98,4 @@ class _Trial:
 
     def refusal(self, use: str) -> Exception:
         self.error = ValueError(f"{self.name} reads its logits beside the loss: {use}. So they cannot be left out")
-        return Refusal(str(self.error))
+        return RuntimeError(str(self.error))

@@ -20,7 +20,7 @@ from ..linear import linear_cross_entropy, linear_cross_entropy_outputs
 from ..ops import arguments, checks
 from . import heads, tails
 from .calls import RUNNING, Call, key_of, with_predictions
-from .unread import Refusal, Unread, UnreadLogits
+from .unread import Unread, UnreadLogits
 
 
 class Report(NamedTuple):
@@ -288,8 +288,8 @@ class _Hooks:
     def refusal(self, use: str) -> Exception:
         call, name = RUNNING.calls.get(self.key), type(self.model).__name__
         if call is not None and call.has_labels:
-            return Refusal(f"{name} reads its logits beside the loss: {use}. Call remove_xent(model)")
-        return Refusal(
+            return RuntimeError(f"{name} reads its logits beside the loss: {use}. Call remove_xent(model)")
+        return RuntimeError(
             f"the logits of {name} are read: {use}. With use_xent a call in training mode has none. Give labels to the "
             "model, or its logits to F.cross_entropy. Trainer reads them with label_smoothing_factor: "
             "give label_smoothing to use_xent instead. Or call remove_xent(model)"

@@ -16,10 +16,6 @@ from torch import Tensor
 from ..kernels.options import Activation
 
 
-class Refusal(RuntimeError):
-    """Code uses logits that were not computed."""
-
-
 class NotComputed:
     """In place of a tensor. It is none, so that only what a subclass defines can be done with it.
 
