@@ -19,7 +19,7 @@ from .kernels.reference import is_counted
 from .linear_call import LinearCall
 from .ops import arguments, checks, distillation_checks, transforms
 from .ops.formulas import differentiable
-from .ops.library import refuse
+from .ops.library import check_call_of
 from .ops.linear import composite
 from .outputs import TokenDivergences
 from .token_probe import FieldRecorder
@@ -60,7 +60,7 @@ def bind_logits(input: Tensor, teacher_input: Tensor, target: Tensor, classes: A
         if transforms.can_read(classes):
             distillation_checks.class_values(classes, teacher_input.shape[-1])
         teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
-    refuse("divergences_forward", input, teacher_logits, target, **spec.keywords())
+    check_call_of("divergences_forward", input, teacher_logits, target, **spec.keywords())
     return classes
 
 

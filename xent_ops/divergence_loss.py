@@ -20,8 +20,8 @@ from .kernels.reference import accumulator, is_counted
 from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from .ops.dtensors import only_plain_tensors
-from .ops.library import refuse
-from .token_function import loss_of_head
+from .ops.library import check_call_of
+from .token_function import loss_of_tokens
 from .user_function import Function
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def linear_distillation_token_loss(
     heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
     of_chunks = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
     of_chunks["logits_dtype"] = head.chunking.logits_dtype
-    refuse("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
+    check_call_of("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
     learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
     function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher)
     call = call._replace(
@@ -153,7 +153,7 @@ def linear_distillation_token_loss(
     if check:
         with torch.no_grad():
             function.check(*function.statistics(call), call.target)
-    return loss_of_head(call, function)
+    return loss_of_tokens(call, function)
 
 
 @arguments.named
@@ -213,7 +213,7 @@ def distillation_token_loss(
     if reduction == "mean":
         divisor = is_counted(target, spec.options.ignore_index).sum()
     divisor = _divisor(divisor, classes, teacher_input.shape[-1], dtype)
-    return function.sum(function.all_values(values, statistics, found, target), target, divisor)
+    return function.counted_sum(function.all_values(values, statistics, found, target), target, divisor)
 
 
 def _divisor(divisor: Tensor | None, classes: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:

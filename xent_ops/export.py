@@ -13,25 +13,25 @@ from .kernels import reference_top_k
 from .ops.library import OPERATORS, Operator
 
 # They replace kernels that write to memory or read values. The other operators have a reference in plain torch.
-_LOOPS: dict[str, Callable[..., Any]] = {
-    "linear_cross_entropy_forward": cross_entropy.statistics,
-    "linear_cross_entropy_backward": cross_entropy.gradients,
-    "linear_cross_entropy_with_grad": cross_entropy.with_grad,
-    "linear_divergences_forward": divergences.statistics,
-    "linear_divergences_backward": divergences.gradients,
-    "linear_divergences_with_grad": divergences.with_grad,
-    "linear_token_logits": ids.statistics,
-    "linear_token_logits_backward": ids.gradients,
-    "linear_top_k": top_k.statistics,
-    "linear_cross_entropy_shard": shard.statistics,
-}
+_LOOPS: tuple[Callable[..., Any], ...] = (
+    cross_entropy.linear_cross_entropy_forward,
+    cross_entropy.linear_cross_entropy_backward,
+    cross_entropy.linear_cross_entropy_with_grad,
+    divergences.linear_divergences_forward,
+    divergences.linear_divergences_backward,
+    divergences.linear_divergences_with_grad,
+    ids.linear_token_logits,
+    ids.linear_token_logits_backward,
+    top_k.linear_top_k,
+    shard.linear_cross_entropy_shard,
+)
 _FORMS: dict[str, Callable[..., Any]] = {
-    **{name: functools.partial(loop, backend=exported.EXPORTED) for name, loop in _LOOPS.items()},
-    "token_logits": functools.partial(ids.statistics_of_rows, writer=exported.Functional()),
+    **{loop.__name__: functools.partial(loop, backend=exported.EXPORTED) for loop in _LOOPS},
+    "token_logits": functools.partial(ids.token_logits, writer=exported.Functional()),
     "top_k": functools.partial(reference_top_k.top_k, largest=reference_top_k.topk),
-    "token_logits_backward": functools.partial(ids.gradient, writer=exported.Functional()),
-    "linear_scale_grad": exported.scaled,
-    "linear_logits": exported.padded_logits,
+    "token_logits_backward": functools.partial(ids.token_logits_backward, writer=exported.Functional()),
+    "linear_scale_grad": exported.linear_scale_grad,
+    "linear_logits": exported.linear_logits,
 }
 
 

@@ -15,7 +15,7 @@ from .ops import arguments, checks, function, scalars, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, only_plain_tensors, refuse_beside_plain, refuse_in_transforms
 from .ops.formulas import differentiable
-from .ops.library import refuse
+from .ops.library import check_call_of
 from .ops.token_logits import target_and_ids
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
 
@@ -182,7 +182,7 @@ def _soft_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None, l
             f"ignore_index={loss.row_options.ignore_index} is not supported for class probabilities; leave it below 0"
         )
     if transforms.functorch_is_active() or transforms.forward_mode():
-        refuse("soft_cross_entropy_forward", logits, target, weight, **loss.row_options.soft_keywords())
+        check_call_of("soft_cross_entropy_forward", logits, target, weight, **loss.row_options.soft_keywords())
         row_loss, lse = reference_soft.soft_cross_entropy_forward(logits, target, weight, options=loss.row_options)
     else:
         keywords = loss.row_options.soft_keywords()
@@ -247,13 +247,13 @@ def cross_entropy_outputs(
     one_pass = grad_in_forward and function.wants_gradient(logits)
     if loss.reduction != "none" and not transforms.is_traced():
         if one_pass:
-            results = function.with_grad(*row_args, with_statistics=True)
+            results = function.logits_with_grad(*row_args, with_statistics=True)
         else:
             results = function.summarised(*row_args, True, batch_invariant)
         value, z_loss, accuracy, row_loss, lse, argmax, entropy = results
         outputs = CrossEntropyOutputs(value, z_loss, lse, argmax, accuracy, row_loss, entropy)
     elif one_pass:
-        value, _, _, *rows = function.with_grad(*row_args, with_statistics=True)
+        value, _, _, *rows = function.logits_with_grad(*row_args, with_statistics=True)
         outputs = outputs_of_rows(rows, target, weight, None, loss, token_weight)._replace(loss=value)
     else:
         flags, options = (True, True, batch_invariant), loss.row_options.keywords()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .kernels.options import HeadProducts, Reduction
-from .linear_call import bind, cross_entropy, placed, statistics
+from .linear_call import bind, cross_entropy, placed, statistics_of_head
 from .ops import arguments, checks, transforms
 from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
@@ -166,7 +166,7 @@ def linear_cross_entropy_outputs(
     head_args = (call.input, head.weight, target, head.bias, weight)
     if loss.reduction != "none" and composite.gradients_in_forward(call.input, head.weight, head.bias):
         loss_args = (call.divisor, token_weight, head.accumulate_dtype, True, True)
-        value, _, z_loss, accuracy, row_loss, lse, argmax, entropy, *_ = composite.with_grad(
+        value, _, z_loss, accuracy, row_loss, lse, argmax, entropy, *_ = composite.head_with_grad(
             head_args, *loss_args, **chunk_options, **loss.keywords()
         )
         return CrossEntropyOutputs(value, z_loss, lse, argmax, accuracy, row_loss, entropy)
@@ -225,4 +225,4 @@ def linear_token_log_probs(
         return over_ranks.token_log_probs(shard, lambda: bind(*head_args, several=True))
     transforms.refuse("xent_ops.linear_token_log_probs")
     call = placed(bind(*head_args, several=True)).in_autocast_dtype()
-    return log_probs_of_rows(*statistics(call, with_entropy=True), call.ids, call.loss.row_options.ignore_index)
+    return log_probs_of_rows(*statistics_of_head(call, with_entropy=True), call.ids, call.loss.row_options.ignore_index)

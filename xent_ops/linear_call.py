@@ -13,7 +13,7 @@ from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
 from .ops.dtensors import is_dtensor, refuse_beside_plain
 from .ops.formulas import differentiable
-from .ops.library import refuse
+from .ops.library import check_call_of
 from .ops.linear import composite
 from .ops.reduction import divisors_of
 from .ops.token_logits import target_and_ids
@@ -123,9 +123,9 @@ def refuse_call(call: LinearCall) -> None:
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options._asdict()}
     if call.ids is None:
         head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)
-        refuse("linear_cross_entropy_forward", *head_args, **keywords)
+        check_call_of("linear_cross_entropy_forward", *head_args, **keywords)
     else:
-        refuse("linear_token_logits", call.input, head.weight, call.ids, head.bias, **keywords)
+        check_call_of("linear_token_logits", call.input, head.weight, call.ids, head.bias, **keywords)
         if transforms.can_read(call.ids):  # the row operators of a chunk read no ids
             checks.index_values(None, call.ids, None, head.weight.shape[0], options.ignore_index)
 
@@ -141,7 +141,9 @@ def cross_entropy(call: LinearCall) -> Tensor:
     return composite.loss_of_head(*args, head.accumulate_dtype, chunking, call.loss)
 
 
-def statistics(call: LinearCall, with_entropy: bool, mask_ids: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def statistics_of_head(
+    call: LinearCall, with_entropy: bool, mask_ids: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(losses of rows or x of their ids, lse, entropy, lse_low). ``mask_ids``: lse of the other classes."""
     head, options = call.head, call.loss.row_options
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}

@@ -95,7 +95,7 @@ class TokenFunction(UserFunction):
         return {**fields, "entropy": entropy.clone()} if self.reads_entropy else fields
 
 
-def loss_of_head(call: LinearCall, function: TokenRows) -> Tensor:
+def loss_of_tokens(call: LinearCall, function: TokenRows) -> Tensor:
     """A sum over the tokens, for plain tensors."""
     head, input = call.head, call.input
     # Exceptions: an exported program with the derivative of fn fails when it runs. If the
@@ -111,7 +111,7 @@ def loss_of_head(call: LinearCall, function: TokenRows) -> Tensor:
     if in_forward:
         return loss_by_chunks(call, call.target, function, loop.OneRank())
     values = function.all_values(*function.statistics(call), call.target)
-    return function.sum(values, call.target, call.divisor)
+    return function.counted_sum(values, call.target, call.divisor)
 
 
 def loss_by_chunks(
@@ -155,7 +155,7 @@ def loss_by_chunks(
     if loss.reduction == "none":
         return concatenated([chunk.view(parts, -1) for chunk, _ in values], 1).view(target.shape)
     numbers, targets = (concatenated(parts) for parts in zip(*values, strict=True))
-    total = function.sum(numbers, targets, divisor)
+    total = function.counted_sum(numbers, targets, divisor)
     if not any(output_mask):
         return total
     return with_gradients(total, input, head, grads, split, ranks.rank if scattered else None)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .kernels.options import HeadProducts, TokenReduction
 from .kernels.reference import accumulator
-from .linear_call import bind, placed, refuse_call, rows_counted, statistics
+from .linear_call import bind, placed, refuse_call, rows_counted, statistics_of_head
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.token_logits import target_and_ids
-from .token_function import TokenFunction, loss_of_head
+from .token_function import TokenFunction, loss_of_tokens
 from .user_function import Function
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def linear_token_loss(
     function = TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned)
     if check:
         with torch.no_grad():
-            function.check(*statistics(call, function.reads_entropy), call.target)
-    return loss_of_head(call, function)
+            function.check(*statistics_of_head(call, function.reads_entropy), call.target)
+    return loss_of_tokens(call, function)
 
 
 @arguments.named
@@ -178,4 +178,4 @@ def token_loss(
     if reduction == "mean":
         divisor = rows_counted(target, None, options.ignore_index, function.dtype)
     values = function.all_values(loss_or_at_ids, lse, entropy, low, target)
-    return function.sum(values, target, divisor)
+    return function.counted_sum(values, target, divisor)

@@ -18,12 +18,12 @@ from .kernels.options import LossOptions, Reduction
 from .kernels.reductions import weights_of_mean
 from .kernels.reference import accumulator, is_counted
 from .kernels.reference_top_k_distillation import most
-from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics
+from .linear_call import LinearCall, bind, refuse_call, rows_counted, statistics_of_head
 from .ops import arguments, checks, scalars, transforms
 from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.token_logits import at_least_one_class, target_and_ids
-from .token_function import loss_of_head
+from .token_function import loss_of_tokens
 from .user_function import TokenRows, Values
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def linear_top_k_distillation_loss(
     refuse_call(call)
     call, function = bind_loss(call, probs, tail)
     if call.loss.reduction != "none":
-        return loss_of_head(call, function)
-    return function.all_values(*statistics(call, False, function.mask_ids), call.target).view(call.target.shape)
+        return loss_of_tokens(call, function)
+    return function.all_values(*statistics_of_head(call, False, function.mask_ids), call.target).view(call.target.shape)
 
 
 @arguments.named
@@ -244,4 +244,4 @@ def top_k_distillation_loss(
     values = function.all_values(at_ids, lse, entropy, low, target)
     if reduction == "none":
         return values.view(target.shape)
-    return function.sum(values, target, divisor)
+    return function.counted_sum(values, target, divisor)

@@ -13,7 +13,7 @@ from .head import loop
 from .head.float16 import Split
 from .kernels.options import LossOptions
 from .kernels.reference import is_counted
-from .linear_call import LinearCall, statistics
+from .linear_call import LinearCall, statistics_of_head
 from .ops import arguments, transforms
 from .ops.derivatives import value_and_derivatives
 from .ops.dtensors import is_dtensor, refuse_beside_plain
@@ -64,7 +64,7 @@ class TokenRows:
 
     def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
         """Of all rows, for ``all_values``."""
-        return statistics(call, self.reads_entropy, self.mask_ids)
+        return statistics_of_head(call, self.reads_entropy, self.mask_ids)
 
     def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
         """Those of all heads, with the same rows."""
@@ -82,7 +82,7 @@ class TokenRows:
         self.rows = [order(row) for row in self.rows]
         self.number = self.number if number is None else number
 
-    def sum(self, values: Tensor, target: Tensor, divisor: Tensor | None) -> Tensor:
+    def counted_sum(self, values: Tensor, target: Tensor, divisor: Tensor | None) -> Tensor:
         """The sum over counted tokens, divided."""
         return counted_sum(values, target.reshape(-1), divisor, self.ignore_index)
 

@@ -49,7 +49,6 @@ def joined(parts, target, spec):
         for start, *both in parts
     ]
     made = [divergence_chunk.slice_statistics(x, TeacherRows(y, y), target, start, False, spec) for start, x, y in cut]
-    assert {tuple(one.shape) for one in made} == {(1, divergence_chunk.width(len(target), spec, False))}
     rows = divergence_chunk.join(torch.cat(made), target, spec, False)
     sums = [divergence_chunk.second_sums(*both, target, rows, start, spec) for start, *both in cut]
     return rows if sums[0] is None else divergence_chunk.add_second_sums(rows, torch.cat(sums), spec)
@@ -142,7 +141,6 @@ def test_a_draft_vocabulary(device):
             given = teacher_rows(teacher[:, start:end].contiguous(), target, ids, True, of_all)
             x = logits[:, first : first + len(ids)].contiguous()
             made.append(divergence_chunk.slice_statistics(x, given, target, first, True, spec, ids))
-            assert made[-1].shape == (1, divergence_chunk.width(len(target), spec, True, True))
             cut.append((x, given.logits.contiguous(), first))
         rows = divergence_chunk.join(torch.cat(made), target, spec, True, True)
         sums = [divergence_chunk.second_sums(x, y, target, rows, first, spec) for x, y, first in cut]

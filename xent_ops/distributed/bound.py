@@ -11,7 +11,7 @@ from ..head.loop import HeadSlice
 from ..linear_call import LinearCall
 from ..ops import arguments, checks, rules, transforms
 from ..ops.dtensors import refuse_dtensor
-from ..ops.library import OPERATORS, refuse
+from ..ops.library import OPERATORS, check_call_of
 from ..ops.message_values import type_name
 from . import consistency, parts
 from .groups import Group, Ranks, ranks_of
@@ -103,11 +103,11 @@ def bind_shard(
     else:
         rows = input if split is None else input.new_empty(()).expand(*target.shape, input.shape[-1])  # its shape
         shard_args = (rows, head.weight, target, *shard_range, head.bias, head.class_weight)
-        refuse("linear_cross_entropy_shard", *shard_args, **call.loss.row_options._asdict())
+        check_call_of("linear_cross_entropy_shard", *shard_args, **call.loss.row_options._asdict())
     if call.ids is not None:
         checks.refuse_products_of_ids(head.chunking.products)
         logits = input.new_empty(()).expand(*target.shape, shard_range[1])
-        refuse("token_logits", logits, call.ids, **call.loss.row_options._asdict())
+        check_call_of("token_logits", logits, call.ids, **call.loss.row_options._asdict())
     if by_chunks and head.chunking.skip_ignored:
         raise NotImplementedError(f"skip_ignored=True {_ONE_WAY}, which computes all rows")
     if by_chunks and shard.pipelined is False:

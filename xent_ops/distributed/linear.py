@@ -15,7 +15,7 @@ from ..outputs import TokenLogProbs, log_probs_of_rows
 from .bound import Shard, bind_shard, over_ranks
 from .groups import Ranks
 from .parts import as_target, by_ranks
-from .pipelined import loss as pipelined_loss
+from .pipelined import pipelined_loss
 from .sharded_rows import RowValues, reduced, sharded_rows
 
 

@@ -259,7 +259,7 @@ def _summary(name: str, at: Layout, call: Call) -> Any:
     return loss + z_loss, made if call.divisors is None else empty, empty, empty
 
 
-def _with_grad(name: str, at: Layout, call: Call) -> Any:
+def _head_with_grad(name: str, at: Layout, call: Call) -> Any:
     """The open loop: three products, with the divisors of all ranks' rows."""
     if call.with_argmax or call.with_entropy or takes_rows(call.input.dtype, call.skip_ignored, call.products):
         raise NotImplementedError(
@@ -295,7 +295,7 @@ _RULES: dict[str, Callable[[str, Layout, Call], Any]] = {
     "token_logits_backward": _of_rows,
     "linear_cross_entropy_forward": _forward,
     "linear_cross_entropy_backward": _backward,
-    "linear_cross_entropy_with_grad": _with_grad,
+    "linear_cross_entropy_with_grad": _head_with_grad,
     "linear_token_logits": _of_rows,
     "linear_token_logits_backward": _of_rows,
     "linear_scale_grad": _local,

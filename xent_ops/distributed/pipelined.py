@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..head import float16, loop
+from ..head.chunks import HeadGradients
 from ..head.loop import HeadSlice, OneRank, RowGradients, RowRange
 from ..head.products import concatenated
 from ..head.shard import RowStatistics
@@ -40,7 +41,7 @@ class Collectives(OneRank):
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor if self.world == 1 else rank_sums.gather(tensor, self.world, self.name)
 
-    def sum(self, gradient: Tensor, scattered: bool) -> Tensor:
+    def add_up(self, gradient: Tensor, scattered: bool) -> Tensor:
         if self.world == 1:
             return gradient
         return rank_sums.start(gradient, self.world, self.name, scattered, self.in_rank_order)
@@ -69,7 +70,7 @@ def is_pipelined(asked: bool | None, input: Tensor, head: HeadSlice, loss: LossO
     return asked is not False and possible and composite.gradients_in_forward(input, head.weight, head.bias)
 
 
-def loss(call: LinearCall, ranks: Ranks) -> tuple[Tensor, list[RowValues]]:
+def pipelined_loss(call: LinearCall, ranks: Ranks) -> tuple[Tensor, list[RowValues]]:
     """(the mean or the sum, constant values of each chunk's rows). Input, weight or bias requires grad."""
     input, head, options, divisor, split_dim = call.input, call.head, call.loss, call.divisor, call.sequence_dim
     target, token_weight = by_ranks(call.target, split_dim, ranks), by_ranks(call.token_weight, split_dim, ranks)
@@ -100,7 +101,7 @@ def rows_and_gradients(
     split: float16.Split,
     output_mask: Sequence[bool],
     sum_over_ranks: bool = True,
-) -> tuple[list[RowValues], list[tuple[Tensor, ...]], loop.Gradients]:
+) -> tuple[list[RowValues], list[tuple[Tensor, ...]], HeadGradients]:
     """(values of each chunk's rows, their targets and token weights if there are some, gradients of all rows).
 
     ``output_mask``, ``sum_over_ranks``: as in head/loop.py.

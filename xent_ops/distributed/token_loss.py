@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..kernels.reference import accumulator
-from ..linear_call import LinearCall, statistics
+from ..linear_call import LinearCall, statistics_of_head
 from ..ops import arguments, checks, transforms
 from ..token_function import TokenFunction, loss_by_chunks
 from ..top_k_distillation import bind_loss
@@ -77,7 +77,7 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
             function.check(*of_rows(), ordered)
     # In float16 each row's factor (head/float16.py) follows from the derivatives of all rows.
     if call.ids is None and not (call.pipelined and call.input.dtype != torch.float16):
-        return function.sum(function.all_values(*of_rows(), ordered), ordered, call.divisor)
+        return function.counted_sum(function.all_values(*of_rows(), ordered), ordered, call.divisor)
     return loss_by_chunks(call, ordered, function, Collectives(ranks))
 
 
@@ -107,7 +107,7 @@ def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tenso
     function = TokenFunction(fn, rows, target, ignore_index, accumulator(x), learned=(x, w, b))
 
     def of_rows() -> tuple[Tensor, ...]:
-        values: Any = statistics(call, function.reads_entropy)
+        values: Any = statistics_of_head(call, function.reads_entropy)
         return tuple([value.to_local() for value in values])
 
     if check:
@@ -116,7 +116,7 @@ def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tenso
     if is_pipelined(None, x, head, mine.loss) and x.dtype != torch.float16:
         total = loss_by_chunks(mine, target, function, Collectives(at.ranks.for_batches(head.chunking.batch_invariant)))
     else:
-        total = function.sum(function.all_values(*of_rows(), target), target, mine.divisor)
+        total = function.counted_sum(function.all_values(*of_rows(), target), target, mine.divisor)
     return DTensor.from_local(total, at.mesh, at.partial, run_check=False).redistribute(at.mesh, at.replicated)
 
 

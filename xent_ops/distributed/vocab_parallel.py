@@ -18,7 +18,7 @@ from ..kernels.options import LossOptions, Reduction
 from ..kernels.reductions import divisor_of, reduce_rows
 from ..ops import arguments, checks, transforms
 from ..ops.dtensors import refuse_dtensor
-from ..ops.library import refuse
+from ..ops.library import check_call_of
 from . import consistency, function, parts
 from .groups import Group, Ranks, ranks_of
 
@@ -117,7 +117,7 @@ def vocab_parallel_cross_entropy(
         arguments.boolean("batch_invariant", batch_invariant)
         if check:  # the errors that the operators would raise
             shard_args = (logits_shard, target, *shard_range, weight)
-            refuse("cross_entropy_shard", *shard_args, **loss.row_options._asdict())
+            check_call_of("cross_entropy_shard", *shard_args, **loss.row_options._asdict())
             checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
         return _Bound(target, logits_shard, weight, shard_range, loss, token_weight, batch_invariant)
 

@@ -11,7 +11,7 @@ from .packing import part_of
 from .products import add_product, add_rows, counting_kernels, gradient_in, logits_of, write_product, zero_behind
 
 
-def logits(
+def linear_logits(
     input: Tensor,
     head: Tensor,
     bias: Tensor | None = None,
@@ -34,7 +34,7 @@ def logits(
     return made
 
 
-def grad_input(
+def linear_grad_input(
     logits: Tensor,
     head: Tensor,
     with_grad_input: bool = True,
@@ -56,7 +56,7 @@ def grad_input(
     return grad, done
 
 
-def chunk_add_(
+def linear_cross_entropy_chunk_add_(
     grad_linear_weight: Tensor,
     grad_linear_bias: Tensor,
     grad_logits: Tensor,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +25,20 @@ from .packing import ComputedRows
 
 _ops = torch.ops.xent
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of input, linear_weight, linear_bias
+
+class HeadGradients(NamedTuple):
+    """Gradients of the input, (..., H), the weight and the bias, or (0,) if not wanted."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor
 
 
 def as_rows(input: Tensor) -> Tensor:
     return input if input.dim() == 2 else input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
-def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+def linear_scale_grad(grad: Tensor, factor: Tensor) -> Tensor:
     """grad times factor, a tensor ()."""
     grad = grad.clone(memory_format=torch.contiguous_format)
     _ops.scale_grad_(grad, factor)
@@ -62,16 +69,15 @@ def skipped_values(with_argmax: bool, with_entropy: bool) -> tuple[float | None,
     return 0.0, math.inf, -1 if with_argmax else None, 0.0 if with_entropy else None
 
 
-def no_gradients(input: Tensor, linear_weight: Tensor, output_mask: Sequence[bool]) -> Gradients:
+def no_gradients(input: Tensor, linear_weight: Tensor, output_mask: Sequence[bool]) -> HeadGradients:
     """Those of a slice without classes: zeros."""
     shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
     zeros = [input.new_zeros(shape if needed else 0) for shape, needed in zip(shapes, output_mask, strict=True)]
-    return zeros[0], zeros[1], zeros[2]
+    return HeadGradients(*zeros)
 
 
-def in_dtype(gradients: Gradients, dtype: torch.dtype) -> Gradients:
-    input, weight, bias = (gradient if gradient.dtype == dtype else gradient.to(dtype) for gradient in gradients)
-    return input, weight, bias
+def in_dtype(gradients: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> HeadGradients:
+    return HeadGradients(*(gradient if gradient.dtype == dtype else gradient.to(dtype) for gradient in gradients))
 
 
 def classes_of(

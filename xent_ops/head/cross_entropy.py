@@ -13,7 +13,7 @@ from ..kernels.options import DEFAULTS, Chunking, LossOptions, RowOptions
 from . import float16
 from .backend import IN_MEMORY, Backend
 from .chunks import (
-    Gradients,
+    HeadGradients,
     as_rows,
     classes_of,
     divisors_and_factors,
@@ -27,7 +27,7 @@ from .sizes import without_gradients
 _ops = torch.ops.xent
 
 
-def statistics(
+def linear_cross_entropy_forward(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -55,7 +55,7 @@ def statistics(
     return tuple(unpack_statistics(rows, computed, fills, target, None))
 
 
-def gradients(
+def linear_cross_entropy_backward(
     grad_loss: Tensor,
     grad_lse: Tensor | None,
     input: Tensor,
@@ -78,7 +78,7 @@ def gradients(
     accumulate_dtype: torch.dtype | None = None,
     backend: Backend = IN_MEMORY,
     **fields: Any,
-) -> Gradients:
+) -> HeadGradients:
     """Compute the logits again. The gradients have the inputs' dtype, or are (0,) if the mask does not want them.
 
     For a slice of the classes, grad_input is the slice's part of a sum over slices.
@@ -122,7 +122,7 @@ def gradients(
     return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
-def with_grad(
+def linear_cross_entropy_with_grad(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,

@@ -65,11 +65,6 @@ def _sent(spec: Divergences, with_tops: bool, with_classes: bool) -> list[str]:
     return [*names, *(_TOPS if with_tops else ()), *(("covers_top",) if with_tops and with_classes else ())]
 
 
-def width(rows: int, spec: Divergences, with_tops: bool, with_classes: bool = False) -> int:
-    """The number of values in the packed statistics of a rank."""
-    return (2 + len(_sent(spec, with_tops, with_classes))) * rows + HEADER
-
-
 def slice_statistics(
     logits: Tensor,
     teacher: TeacherRows,

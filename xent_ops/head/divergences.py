@@ -21,7 +21,7 @@ from ..kernels.reference import accumulator, is_counted
 from ..kernels.sizes import size_hint
 from . import float16
 from .backend import IN_MEMORY, Backend
-from .chunks import Gradients, as_rows, classes_of, divisors_and_factors, in_dtype, unpack_statistics
+from .chunks import HeadGradients, as_rows, classes_of, divisors_and_factors, in_dtype, unpack_statistics
 from .packing import ComputedRows
 from .products import accumulator_of_weight
 from .sizes import rows_of_chunk
@@ -140,7 +140,7 @@ def _products(
     return rows, products, spec._replace(num_classes=None)
 
 
-def statistics(
+def linear_divergences_forward(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -177,7 +177,7 @@ def statistics(
     return torch.stack(computed[:of_values]), torch.stack(computed[of_values:of_both]), found_tops
 
 
-def gradients(
+def linear_divergences_backward(
     grad_values: Tensor,
     statistics: Tensor,
     input: Tensor,
@@ -196,7 +196,7 @@ def gradients(
     logits_dtype: torch.dtype | None = None,
     backend: Backend = IN_MEMORY,
     **fields: Any,
-) -> Gradients:
+) -> HeadGradients:
     """Compute both logits again. Gradients have the student's dtype, or are (0,) if the mask does not want them."""
     spec, dtype, chunking = Divergences(**fields), accumulator(input), Chunking(chunk_rows, skip_ignored, logits_dtype)
     student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
@@ -218,7 +218,7 @@ def gradients(
     return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
-def with_grad(
+def linear_divergences_with_grad(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -239,7 +239,7 @@ def with_grad(
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(value, divisors, gradients). The gradients are like those of cross_entropy.with_grad."""
+    """(value, divisors, gradients). The gradients are like those of linear_cross_entropy_with_grad."""
     spec, chunking = Divergences(**fields), Chunking(chunk_rows, skip_ignored, logits_dtype)
     loss = LossOptions(RowOptions(spec.options.ignore_index), reduction=reduction)
     divisors, (scale, _), shares = divisors_and_factors(input, target, None, token_weight, divisor, loss)

@@ -115,7 +115,7 @@ def logits_of(input: Tensor, head: Tensor, bias: Tensor | None, dtype: torch.dty
     return torch.mm(input, head.t()) if bias is None else torch.addmm(bias, input, head.t())
 
 
-def padded_logits(
+def linear_logits(
     input: Tensor,
     head: Tensor,
     bias: Tensor | None = None,
@@ -123,12 +123,12 @@ def padded_logits(
     after: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``logits`` of chunk.py."""
+    """That of chunk.py."""
     logits = logits_of(input, head, bias, logits_dtype)
     return torch.nn.functional.pad(logits, (0, padded_classes(head.shape[0], logits.dtype) - head.shape[0]))
 
 
-def scaled(grad: Tensor, factor: Tensor) -> Tensor:
+def linear_scale_grad(grad: Tensor, factor: Tensor) -> Tensor:
     """Always a copy: an operator must not return one of its arguments."""
     return scaled_grad(grad, factor).contiguous()
 

@@ -16,13 +16,13 @@ from ..kernels import reference, reference_ids
 from ..kernels.options import DEFAULTS, Chunking, RowOptions
 from . import float16
 from .backend import IN_MEMORY, Backend
-from .chunks import Gradients, as_rows, classes_of, in_dtype, no_gradients, unpack_statistics
+from .chunks import HeadGradients, as_rows, classes_of, in_dtype, no_gradients, unpack_statistics
 from .products import InPlace, OutOfPlace
 
 _ops = torch.ops.xent
 
 
-def statistics_of_rows(
+def token_logits(
     logits: Tensor,
     ids: Tensor,
     with_entropy: bool = False,
@@ -45,7 +45,7 @@ def statistics_of_rows(
     return at_ids, lse, entropy, low
 
 
-def gradient(
+def token_logits_backward(
     grad_ids: Tensor,  # (..., K)
     grad_lse: Tensor | None,  # (...)
     grad_entropy: Tensor | None,
@@ -81,7 +81,7 @@ def gradient(
     return writer.write_columns(grad_logits, grad_dtype, *column_args, options=options)
 
 
-def statistics(
+def linear_token_logits(
     input: Tensor,
     linear_weight: Tensor,
     ids: Tensor,
@@ -101,7 +101,7 @@ def statistics(
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking)
 
     def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
-        return statistics_of_rows(logits, ids, with_entropy, mask_ids=mask_ids, options=options, writer=products)
+        return token_logits(logits, ids, with_entropy, mask_ids=mask_ids, options=options, writer=products)
 
     computed = products.run(visit, rows.pack_classes(ids))
     ignored = options.ignore_index if chunking.skip_ignored else None
@@ -109,7 +109,7 @@ def statistics(
     return tuple(unpack_statistics(rows, computed, fills, target, ignored))
 
 
-def gradients(
+def linear_token_logits_backward(
     grad_ids: Tensor,
     grad_lse: Tensor | None,
     grad_entropy: Tensor | None,
@@ -130,8 +130,8 @@ def gradients(
     accumulate_dtype: torch.dtype | None = None,
     backend: Backend = IN_MEMORY,
     **fields: Any,
-) -> Gradients:
-    """As ``cross_entropy.gradients``."""
+) -> HeadGradients:
+    """As ``linear_cross_entropy_backward``."""
     flat, chunking = as_rows(input), Chunking(**fields)
     target = _ops.row_targets(ids, ignore_index=options.ignore_index)
     head, bias, _, padding = classes_of(linear_weight, linear_bias, None, class_start, num_classes)
@@ -151,7 +151,7 @@ def gradients(
     def visit(
         logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any
     ) -> list[Tensor]:
-        return [gradient(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
+        return [token_logits_backward(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
 
     if any(output_mask):
         shares = None if factors is None else factors.shares

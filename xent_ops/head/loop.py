@@ -28,8 +28,8 @@ from ..kernels.options import DEFAULT_CHUNKING, Chunking, LossOptions
 from ..kernels.reference import columns_of
 from ..kernels.rows import first_columns
 from . import shard
-from .chunks import as_rows, classes_of
-from .ids import gradient as gradient_of_ids
+from .chunks import HeadGradients, as_rows, classes_of
+from .ids import token_logits_backward
 from .packing import as_index, filled_up, whole_chunk
 from .products import InPlace, accumulator_of_weight, concatenated, head_gradients
 from .shard import RowStatistics
@@ -61,7 +61,7 @@ class OneRank:
     def gather(self, tensor: Any) -> Any:
         return tensor
 
-    def sum(self, gradient: Tensor, scattered: bool) -> Tensor:
+    def add_up(self, gradient: Tensor, scattered: bool) -> Tensor:
         """The sum over the ranks, or with ``scattered`` this rank's part of it."""
         return gradient
 
@@ -77,14 +77,6 @@ class RowGradients(NamedTuple):
     grad_entropy: Tensor | None = None
     divisors: Tensor | None = None  # (2,): grad_loss and the gradient of the z-loss are divided by them
     grad_ids: Tensor | None = None  # (n, K)
-
-
-class Gradients(NamedTuple):
-    """Gradients of the input, (..., H), the weight and the bias, or (0,) if not wanted. The last two are sums."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor
 
 
 class RowRange(NamedTuple):
@@ -178,7 +170,7 @@ class CrossEntropySteps:
             ids_args = (grad_ids, grad_lse, grad_entropy, logits, part.ids, rows.at_ids)
             place: dict[str, Any] = {"class_start": shard_range[0], "num_classes": shard_range[1], "grad_dtype": dtype}
             place |= {"writer": InPlace(), "target": part.target}
-            gradient_of_ids(*ids_args, rows.lse, entropy, rows.lse_low, self.mask_ids, options=options, **place)
+            token_logits_backward(*ids_args, rows.lse, entropy, rows.lse_low, self.mask_ids, options=options, **place)
         else:
             lse_coefficient = None if weight is None else rows.lse_coefficient
             row_args = (grad_loss, grad_lse, logits, part.target, rows.lse, weight, divisors, grad_entropy, entropy)
@@ -211,8 +203,8 @@ def run_loop(
     sum_over_ranks: bool = True,  # else the input's gradient is this rank's part of the sum
     ids: Tensor | None = None,  # several classes per row, (parts, N, K), in the order of the targets
     shares: Tensor | None = None,  # (parts, N): factors of rows in the gradients of the weight and the bias
-) -> Gradients:
-    """The loop over chunks."""
+) -> HeadGradients:
+    """The loop over chunks. Gradients of the weight and the bias are sums, in the dtype in which they were added up."""
     input, parts = inputs[0], ranks.world if scattered else 1
     flat, targets = [as_rows(rows.detach()) for rows in inputs], target.reshape(parts, -1)
     number = targets.shape[1]
@@ -257,7 +249,7 @@ def run_loop(
         if results is not None:
             grad_input, done = results
             if output_mask[0]:
-                grad_inputs.append(ranks.sum(grad_input, scattered) if sum_over_ranks else grad_input)
+                grad_inputs.append(ranks.add_up(grad_input, scattered) if sum_over_ranks else grad_input)
             if output_mask[1] or output_mask[2]:
                 chunk_args = (columns, i == 0, part.counted, None if shares is None else part.of(shares))
                 _ops.linear_cross_entropy_chunk_add_(grad_weight, grad_bias, logits[0], x, *chunk_args)
@@ -266,9 +258,9 @@ def run_loop(
         if not overlaps and i + 1 < len(chunk_inputs):
             chunk = begin(i + 1, done)
     if not output_mask[0]:
-        return Gradients(input.new_empty(0), grad_weight, grad_bias)
+        return HeadGradients(input.new_empty(0), grad_weight, grad_bias)
     total = concatenated([ranks.wait(part) for part in grad_inputs] if sum_over_ranks else grad_inputs)
-    return Gradients((total if size is None else total[:number]).view(input.shape), grad_weight, grad_bias)
+    return HeadGradients((total if size is None else total[:number]).view(input.shape), grad_weight, grad_bias)
 
 
 def _ends(

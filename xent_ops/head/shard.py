@@ -31,7 +31,7 @@ def width(rows: int, weighted: bool, with_entropy: bool, ids_per_row: int = 0) -
     return reference_shard.width(rows, weighted) + (rows if with_entropy else 0) + ids_per_row * rows
 
 
-def statistics(
+def linear_cross_entropy_shard(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -152,7 +152,7 @@ def pack_statistics(
     return torch.cat([*statistics[:3], header, *statistics[3:]] if with_entropy else [*statistics, header]).unsqueeze(0)
 
 
-def join(
+def linear_cross_entropy_shard_join(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,

@@ -32,7 +32,7 @@ def of_ids(options: RowOptions) -> RowOptions:
     return options._replace(ignore_index=DEFAULTS.ignore_index)
 
 
-def statistics(
+def linear_top_k(
     input: Tensor,
     linear_weight: Tensor,
     k: int,
@@ -53,7 +53,7 @@ def statistics(
 
     def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
         ids, rank = choose(logits, k, target if with_rank else None, options)
-        at_ids, lse, entropy, low = head_ids.statistics_of_rows(logits, ids, True, options=of_ids(options))
+        at_ids, lse, entropy, low = head_ids.token_logits(logits, ids, True, options=of_ids(options))
         return at_ids, ids, lse, entropy, rank, low
 
     computed = products.run(visit, rows.indices())

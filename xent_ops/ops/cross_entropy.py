@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels import reductions, reference, reference_with_grad
 from .contract import Call
-from .formulas import Gradients, autograd, run, run_backward, save_for, saved
+from .formulas import GradientsByName, autograd, run, run_backward, save_for, saved
 from .library import operator
 from .rules import check_targets
 from .second_order import differentiate_call, no_second_derivative, save_all, without_derivative
@@ -29,7 +29,7 @@ def save_rows(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -
     save_for(ctx, backward, call, lse=lse, lse_low=lse_low, entropy=entropy if call.with_entropy else None)
 
 
-def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> Gradients:
+def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> GradientsByName:
     return {"logits": run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy)}
 
 
@@ -40,38 +40,33 @@ def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     save_for(ctx, "cross_entropy_backward", call, **results)
 
 
-def _reduced_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
+def _reduced_backward(ctx: Any, grad_value: Tensor, *_: None) -> GradientsByName:
     kept = saved(ctx)
     if torch.is_grad_enabled():  # A second derivative needs an lse that depends on the logits.
         _, kept["lse"], _, _, kept["lse_low"] = run("cross_entropy_forward", kept)
     return {"logits": run_backward(ctx, grad_value, kept)}
 
 
-def _second_backward(ctx: Any, grad: Tensor) -> Gradients:
+def _second_backward(ctx: Any, grad: Tensor) -> GradientsByName:
     if ctx.options["num_classes"] is not None or ctx.options["grad_dtype"] is not None:
         no_second_derivative()
     return differentiate_call(reference.cross_entropy_backward, ctx, grad)
 
 
-operator("cross_entropy_forward", reference=reference.statistics, check_values=check_targets, ascend=True)
+operator("cross_entropy_forward", reference.statistics, check_values=check_targets, ascend=True)
 _save_rows = functools.partial(save_rows, "cross_entropy_backward")
 autograd("cross_entropy_forward", _rows_backward, _save_rows, constants=("weight",))
 
-operator(
-    "cross_entropy_reduced",
-    reference=reductions.cross_entropy_reduced,
-    check_values=check_targets,
-    ascend=True,
-)
+operator("cross_entropy_reduced", reductions.cross_entropy_reduced, check_values=check_targets, ascend=True)
 autograd("cross_entropy_reduced", _reduced_backward, _save_reduced, constants=("weight",))
 
-operator("cross_entropy_backward", reference=reference.cross_entropy_backward, ascend=True)
+operator("cross_entropy_backward", reference.cross_entropy_backward, ascend=True)
 autograd("cross_entropy_backward", _second_backward, save_all)
 
 # Loss and gradient in one pass over the logits, for upstream gradients that are known in the forward.
 operator(
     "cross_entropy_with_grad",
-    reference=reference_with_grad.cross_entropy_with_grad,
+    reference_with_grad.cross_entropy_with_grad,
     check_values=check_targets,
     ascend=True,
 )
@@ -81,4 +76,4 @@ without_derivative(
     "xent_ops.cross_entropy(..., grad_in_forward=True)",
 )
 
-operator("scale_grad_", reference=reference_with_grad.scale_grad_, overwrites="grad")
+operator("scale_grad_", reference_with_grad.scale_grad_, overwrites="grad")

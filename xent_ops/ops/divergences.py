@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..kernels import reference_divergences as reference
 from .contract import Call
-from .formulas import Gradients, autograd, needs_grad, run, save_for, save_nothing, saved
+from .formulas import GradientsByName, autograd, needs_grad, run, save_for, save_nothing, saved
 from .library import operator
 from .rules import check_targets
 from .second_order import refuse_second_derivatives
@@ -24,15 +24,15 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
     save_for(ctx, "divergences_backward", call, statistics=output[1])
 
 
-def _backward(ctx: Any, grad_values: Tensor, _: None) -> Gradients:
+def _backward(ctx: Any, grad_values: Tensor, _: None) -> GradientsByName:
     return {"logits": run("divergences_backward", saved(ctx) | {"grad_values": grad_values})}
 
 
-operator("divergences_forward", reference=reference.divergences_forward, check_values=check_targets)
+operator("divergences_forward", reference.divergences_forward, check_values=check_targets)
 autograd("divergences_forward", _backward, _save, constants=("teacher_logits",))
 
-operator("divergences_backward", reference=reference.divergences_backward, check_values=check_targets)
+operator("divergences_backward", reference.divergences_backward, check_values=check_targets)
 autograd("divergences_backward", refuse_second_derivatives, save_nothing)
 
-operator("divergences_with_grad", reference=reference.divergences_with_grad, check_values=check_targets)
+operator("divergences_with_grad", reference.divergences_with_grad, check_values=check_targets)
 autograd("divergences_with_grad", refuse_second_derivatives, save_nothing)

@@ -1,4 +1,4 @@
-"""Names that other libraries, and trainers, give to our functions and arguments: an error says which name is ours."""
+"""Names that are not ours: of other libraries, of trainers, and of our functions before 1.0. An error says which is."""
 
 from __future__ import annotations
 
@@ -109,6 +109,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """A field's name -> ours. The first one that the record has is named."""
 
+_OF_RANKS = "vocab_parallel_"  # began names before 1.0, such as vocab_parallel_linear_top_k
+
 
 def refuse_argument(function: str, name: str, parameters: Iterable[str]) -> NoReturn:
     """``parameters``: those that the function has."""
@@ -130,3 +132,11 @@ def refuse_attribute(module: str, name: str) -> NoReturn:
     instead = f"; use xent_ops.{FUNCTIONS[name]}" if name in FUNCTIONS else ""
     text = f"module {module!r} has no attribute {name!r}{instead}"
     raise AttributeError(text, name=name, obj=sys.modules[module])
+
+
+def refuse_function_of_ranks(name: str) -> None:
+    if name.startswith(f"{_OF_RANKS}linear_"):  # not an AttributeError, whose text ``from`` leaves out
+        raise ImportError(
+            f"{name} is an argument now: write xent_ops.{name.removeprefix(_OF_RANKS)}(..., shard=xent_ops.distributed."
+            "Shard(num_classes, group)), with linear_weight= and linear_bias= for this rank's part of the head"
+        )

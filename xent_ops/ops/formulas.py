@@ -14,12 +14,12 @@ from .contract import Call
 from .dtensors import locals_of
 from .library import LIBRARY, OPERATORS, below_autograd
 
-Gradients = Mapping[str, "Tensor | None"]  # by argument name
+GradientsByName = Mapping[str, "Tensor | None"]  # by argument name
 
 
 def autograd(
     name: str,
-    backward: Callable[..., Gradients],
+    backward: Callable[..., GradientsByName],
     save: Callable[[Any, Call, Any], None],
     constants: Sequence[str] = (),
 ) -> None:

@@ -22,7 +22,7 @@ from ..kernels.options import LossOptions, as_record
 from . import checks, overwriting, transforms
 from .dtensors import locals_of
 from .formulas import differentiable
-from .library import below_autograd, refuse
+from .library import below_autograd, check_call_of
 from .second_order import differentiate
 
 _ops = torch.ops.xent
@@ -40,7 +40,7 @@ def cross_entropy(
 ) -> Tensor:
     """The loss, by the implementation that fits the call: see the module."""
     if grad_in_forward and wants_gradient(logits):
-        return with_grad(logits, target, weight, loss, token_weight, inplace_backward)[0]
+        return logits_with_grad(logits, target, weight, loss, token_weight, inplace_backward)[0]
     if token_weight is not None and loss.reduction != "none" and not _in_plain_torch():
         return summarised(logits, target, weight, loss, token_weight)[0]
     if token_weight is not None or transforms.functorch_is_active() or transforms.forward_mode():
@@ -75,7 +75,7 @@ def summarised(
     return _apply_summary(logits, target, weight, token_weight, loss, with_statistics, batch_invariant)
 
 
-def with_grad(
+def logits_with_grad(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -99,7 +99,7 @@ def by_rows(
     """The loss from its rows. For transforms and forward-mode AD it is plain torch."""
     checks.constant("weight", weight)
     if transforms.functorch_is_active() or transforms.forward_mode():
-        refuse("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
+        check_call_of("cross_entropy_forward", logits, target, weight, **loss.row_options._asdict())
         # The gradient of an ignored row is zero even if its logits are NaN.
         logits = torch.where(reference.is_counted(target, loss.row_options.ignore_index).unsqueeze(-1), logits, 0.0)
         row_loss, lse, _ = reference.cross_entropy_forward(logits, target, weight, options=loss.row_options)
@@ -174,7 +174,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             return (None,) * 5
         if ctx.in_place:
             _refuse_derivatives("inplace_backward", grad)
-        return _gradient(grad, None, ctx.saved_tensors[:6], ctx.options, ctx.in_place), None, None, None, None
+        return _gradient_of_logits(grad, None, ctx.saved_tensors[:6], ctx.options, ctx.in_place), None, None, None, None
 
 
 class SummaryFunction(torch.autograd.Function):
@@ -221,10 +221,10 @@ class SummaryFunction(torch.autograd.Function):
             grad = grad * token_weight.to(grad.dtype)
         if grad_lse is not None:  # that of an ignored row may be NaN, since its lse is infinite
             grad_lse = torch.where(reference.is_counted(target, ignore_index), grad_lse, 0.0)
-        return _gradient(grad, grad_lse, saved, ctx.options), *(None,) * 6
+        return _gradient_of_logits(grad, grad_lse, saved, ctx.options), *(None,) * 6
 
 
-def _gradient(
+def _gradient_of_logits(
     grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Any], options: dict[str, Any], in_place: bool = False
 ) -> Tensor:
     if transforms.is_batch(grad) or transforms.forward_mode():  # operators would loop, or drop the tangent

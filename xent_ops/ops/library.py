@@ -57,9 +57,9 @@ class Operator:
     def __init__(
         self,
         name: str,
+        reference: Callable[..., Any],
         *,
         contract: Callable[[Any], Contract],
-        reference: Callable[..., Any],
         check_values: Callable[[Call], None] | None,
         ascend: bool,
         calls_operators: bool,
@@ -163,8 +163,8 @@ OPERATORS: dict[str, Operator] = {}  # by name, without the namespace
 
 def operator(
     name: str,
-    *,
     reference: Callable[..., Any],
+    *,
     check_values: Callable[[Call], None] | None = None,
     arguments: Mapping[str, Row | None] | None = None,
     results: Mapping[str, Row] | None = None,
@@ -191,11 +191,11 @@ def operator(
     tables: dict[str, Any] = {"arguments": arguments or {}, "results": results or {}, "rows_of": rows_of}
     shared: dict[str, Any] = {"check_values": check_values, "ascend": ascend, "calls_operators": calls_operators}
     shared["contract"] = functools.partial(Contract, own_rules=rules, **tables)
-    OPERATORS[name] = first = Operator(name, reference=reference, overwrites=overwrites, **shared)
+    OPERATORS[name] = first = Operator(name, reference, overwrites=overwrites, **shared)
     written_over = DECLARED[name][1]
     if written_over is not None:
         reference = _in_place(reference, first.arguments.index(written_over))
-        OPERATORS[f"{name}_"] = Operator(f"{name}_", reference=reference, overwrites=written_over, **shared)
+        OPERATORS[f"{name}_"] = Operator(f"{name}_", reference, overwrites=written_over, **shared)
     return first.overload
 
 
@@ -229,7 +229,7 @@ def returned(outputs: list[Any]) -> Any:
     return None if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def refuse(name: str, *args: Any, **keywords: Any) -> None:
+def check_call_of(name: str, *args: Any, **keywords: Any) -> None:
     """Raise an operator's errors before it is called. Arguments may be missing."""
     contract = OPERATORS[name].contract
     contract.check(contract.blank(**dict(zip(contract.arguments, args, strict=False)), **keywords))

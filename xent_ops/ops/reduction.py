@@ -91,7 +91,7 @@ def _with_argmax(call: Call) -> tuple[int, ...]:
 
 operator(
     "row_divisors",
-    reference=reductions.row_divisors,
+    reductions.row_divisors,
     rows_of=lambda call: call.target.unsqueeze(-1),
     results={
         "divisors": ("dtype", "2", ""),
@@ -102,7 +102,7 @@ operator(
 
 operator(
     "row_summary",
-    reference=reductions.row_summary,
+    reductions.row_summary,
     rows_of=lambda call: call.loss.unsqueeze(-1),
     results={
         "divisors": ("acc", lambda call: (2,) if call.divisors is None else (0,), ""),

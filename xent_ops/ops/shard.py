@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels import reference_shard
 from .contract import Call
-from .formulas import Gradients, autograd, run_backward, save_for
+from .formulas import GradientsByName, autograd, run_backward, save_for
 from .library import operator
 from .rules import check_targets
 from .second_order import without_derivative
@@ -39,28 +39,23 @@ def _save_reduced(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     _save(ctx, call, lse_coefficient, **results)
 
 
-def _rows_backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> Gradients:
+def _rows_backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None, *_: None) -> GradientsByName:
     return {"logits": run_backward(ctx, grad_loss, grad_lse=grad_lse)}
 
 
-def _reduced_backward(ctx: Any, grad_value: Any, _divisor: None, grad_lse: Any, *_: None) -> Gradients:
+def _reduced_backward(ctx: Any, grad_value: Any, _divisor: None, grad_lse: Any, *_: None) -> GradientsByName:
     return _rows_backward(ctx, grad_value, grad_lse)
 
 
-operator(
-    "cross_entropy_shard",
-    reference=reference_shard.cross_entropy_shard,
-    check_values=check_targets,
-    ascend=True,
-)
+operator("cross_entropy_shard", reference_shard.cross_entropy_shard, check_values=check_targets, ascend=True)
 without_derivative(
     "cross_entropy_shard",
     ": the gradient flows through the logits of cross_entropy_shard_join. Call it on detached logits, or use "
     "xent_ops.distributed.vocab_parallel_cross_entropy",
 )
 
-operator("cross_entropy_shard_join", reference=reference_shard.cross_entropy_shard_join, ascend=True)
+operator("cross_entropy_shard_join", reference_shard.cross_entropy_shard_join, ascend=True)
 autograd("cross_entropy_shard_join", _rows_backward, _save_rows, constants=("weight",))
 
-operator("cross_entropy_shard_reduced", reference=reference_shard.cross_entropy_shard_reduced, ascend=True)
+operator("cross_entropy_shard_reduced", reference_shard.cross_entropy_shard_reduced, ascend=True)
 autograd("cross_entropy_shard_reduced", _reduced_backward, _save_reduced, constants=("weight",))

@@ -11,7 +11,7 @@ from ..kernels.options import as_record
 from ..kernels.reference import accumulator
 from . import checks
 from .contract import Call
-from .formulas import Gradients, autograd, needs_grad, run_backward, save_for, saved
+from .formulas import GradientsByName, autograd, needs_grad, run_backward, save_for, saved
 from .library import operator
 from .second_order import differentiate_call, save_all
 
@@ -25,7 +25,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
     save_for(ctx, "soft_cross_entropy_backward", call, lse=output[1])
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> GradientsByName:
     values = saved(ctx)
     if grad_loss is None:
         grad_loss = values["lse"].new_zeros(()).expand(values["lse"].shape)
@@ -42,13 +42,13 @@ def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Gr
     return gradients
 
 
-def _second_backward(ctx: Any, grad: Tensor) -> Gradients:
+def _second_backward(ctx: Any, grad: Tensor) -> GradientsByName:
     return differentiate_call(reference_soft.soft_cross_entropy_backward, ctx, grad)
 
 
 operator(
     "soft_cross_entropy_forward",
-    reference=reference_soft.soft_cross_entropy_forward,
+    reference_soft.soft_cross_entropy_forward,
     check_values=check_values,
     ascend=True,
 )
@@ -56,7 +56,7 @@ autograd("soft_cross_entropy_forward", _backward, _save)
 
 operator(
     "soft_cross_entropy_backward",
-    reference=reference_soft.soft_cross_entropy_backward,
+    reference_soft.soft_cross_entropy_backward,
     arguments={"grad_loss": ("float", "...", "one value for each row of the logits")},
     ascend=True,
 )

@@ -12,7 +12,7 @@ from ..head import ids as head_ids
 from ..kernels import reference_ids
 from . import checks
 from .contract import Call
-from .formulas import Gradients, autograd, run_backward, save_for, save_nothing
+from .formulas import GradientsByName, autograd, run_backward, save_for, save_nothing
 from .library import operator
 from .linear.operators import by_name, mask_of
 from .rules import check_targets
@@ -40,33 +40,28 @@ def _save(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -> No
     save_for(ctx, backward, call, **values)
 
 
-def _backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> Gradients:
+def _backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> GradientsByName:
     return {"logits": run_backward(ctx, None, grad_ids=grad_ids, grad_lse=grad_lse, grad_entropy=grad_entropy)}
 
 
-def _head_backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> Gradients:
+def _head_backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> GradientsByName:
     mask, grads = mask_of(ctx), {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
 
 
-operator("row_targets", reference=reference_ids.row_targets, results={"target": ("int64", "...", "")})
-operator("ids_forward", reference=reference_ids.ids_forward)
-operator("mask_ids_", reference=reference_ids.mask_ids_, overwrites="logits")
-operator("ids_grad_", reference=reference_ids.ids_grad_, overwrites="grad_logits")
+operator("row_targets", reference_ids.row_targets, results={"target": ("int64", "...", "")})
+operator("ids_forward", reference_ids.ids_forward)
+operator("mask_ids_", reference_ids.mask_ids_, overwrites="logits")
+operator("ids_grad_", reference_ids.ids_grad_, overwrites="grad_logits")
 
-operator(
-    "token_logits",
-    reference=head_ids.statistics_of_rows,
-    check_values=check_targets,
-    calls_operators=True,
-)
+operator("token_logits", head_ids.token_logits, check_values=check_targets, calls_operators=True)
 autograd("token_logits", _backward, functools.partial(_save, "token_logits_backward"))
 
-operator("token_logits_backward", reference=head_ids.gradient, calls_operators=True)
+operator("token_logits_backward", head_ids.token_logits_backward, calls_operators=True)
 autograd("token_logits_backward", refuse_second_derivatives, save_nothing)
 
-operator("linear_token_logits", reference=head_ids.statistics, check_values=check_targets, calls_operators=True)
+operator("linear_token_logits", head_ids.linear_token_logits, check_values=check_targets, calls_operators=True)
 autograd("linear_token_logits", _head_backward, functools.partial(_save, "linear_token_logits_backward"))
 
-operator("linear_token_logits_backward", reference=head_ids.gradients, calls_operators=True)
+operator("linear_token_logits_backward", head_ids.linear_token_logits_backward, calls_operators=True)
 autograd("linear_token_logits_backward", refuse_second_derivatives, save_nothing)

@@ -9,12 +9,12 @@ from torch import Tensor
 from ..head import top_k
 from ..kernels import reference_top_k
 from ..kernels.options import DEFAULTS
-from . import checks
+from . import checks, rules
 from .contract import Call
-from .formulas import Gradients, autograd, run_backward, save_for
+from .formulas import GradientsByName, autograd, run_backward, save_for
 from .library import operator
 from .linear.operators import by_name, mask_of
-from .rules import check_targets, width
+from .rules import check_targets
 
 
 def _classes(call: Call) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ _RESULTS = {"at_ids": ("acc", _classes, ""), "ids": ("int64", _classes, ""), "ra
 
 
 def _rule(call: Call) -> None:
-    checks.top_k(call.k, width(call), least=int(hasattr(call, "input")))  # without any: the rank alone
+    checks.top_k(call.k, rules.width(call), least=int(hasattr(call, "input")))  # without any: the rank alone
     if getattr(call, "target_logit", None) is not None and call.target is None:
         raise ValueError("target_logit is the logit of a target: pass target too")
     if getattr(call, "label_smoothing", 0.0) != 0.0:
@@ -50,12 +50,12 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     save_for(ctx, "linear_token_logits_backward", call, **values)
 
 
-def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, *_: None) -> Gradients:
+def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, *_: None) -> GradientsByName:
     mask, grads = mask_of(ctx), {"grad_ids": grad_at_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask, ignore_index=DEFAULTS.ignore_index))
 
 
 _shared: dict[str, Any] = {"results": _RESULTS, "rules": (_rule,)}
-operator("top_k", reference=reference_top_k.top_k, check_values=_check_columns, **_shared)
-operator("linear_top_k", reference=top_k.statistics, check_values=check_targets, calls_operators=True, **_shared)
+operator("top_k", reference_top_k.top_k, check_values=_check_columns, **_shared)
+operator("linear_top_k", top_k.linear_top_k, check_values=check_targets, calls_operators=True, **_shared)
 autograd("linear_top_k", _backward, _save)

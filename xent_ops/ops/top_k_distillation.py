@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels import reference_top_k_distillation
 from ..kernels.reductions import times
 from .contract import Call
-from .formulas import Gradients, autograd
+from .formulas import GradientsByName, autograd
 from .library import operator
 from .second_order import no_second_derivative
 
@@ -21,7 +21,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(grad_ids, grad_lse)
 
 
-def _backward(ctx: Any, grad: Tensor, *_: None) -> Gradients:
+def _backward(ctx: Any, grad: Tensor, *_: None) -> GradientsByName:
     if torch.is_grad_enabled():  # create_graph=True
         no_second_derivative()
     grad_ids, grad_lse = ctx.saved_tensors
@@ -30,7 +30,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> Gradients:
 
 operator(
     "top_k_distillation",
-    reference=reference_top_k_distillation.top_k_distillation,
+    reference_top_k_distillation.top_k_distillation,
     results={
         "loss": ("=at_ids", "...", ""),
         "grad_ids": ("=at_ids", "... K", ""),

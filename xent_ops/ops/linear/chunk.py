@@ -23,7 +23,7 @@ from ...head.loop import HeadSlice
 from ...kernels.rows import padded_classes
 from .. import checks
 from ..contract import Call
-from ..formulas import Gradients, autograd, differentiable
+from ..formulas import GradientsByName, autograd, differentiable
 from ..library import operator
 from ..second_order import no_second_derivative
 from .operators import HEAD_NAMES, give_away_once, keep_gradients
@@ -76,16 +76,16 @@ def _save_gradients(ctx: Any, call: Call, output: Tensor) -> None:
     keep_gradients(ctx, call, gradients, Split(call.value, None, call.divisor, call.row_factors))
 
 
-def _attached_backward(ctx: Any, grad: Tensor) -> Gradients:
+def _attached_backward(ctx: Any, grad: Tensor) -> GradientsByName:
     if torch.is_grad_enabled():  # create_graph=True
         no_second_derivative()
     return give_away_once(ctx, grad)
 
 
-operator("linear_logits", reference=chunk.logits, arguments=_OF_LOGITS, rules=(_one_chunk,), calls_operators=True)
+operator("linear_logits", chunk.linear_logits, arguments=_OF_LOGITS, rules=(_one_chunk,), calls_operators=True)
 operator(
     "linear_grad_input",
-    reference=chunk.grad_input,
+    chunk.linear_grad_input,
     arguments=_OF_GRADIENT,
     results={"grad_input": ("=linear_weight", "... H", "with_grad_input")},
     rules=(_one_chunk,),
@@ -93,7 +93,7 @@ operator(
 )
 operator(
     "linear_cross_entropy_chunk_add_",
-    reference=chunk.chunk_add_,
+    chunk.linear_cross_entropy_chunk_add_,
     arguments={"grad_logits": None},
     rules=(_one_chunk, _check_add),
     calls_operators=True,
@@ -101,7 +101,7 @@ operator(
 )
 operator(
     "attach_gradients",
-    reference=_attached,
+    _attached,
     arguments={
         "linear_weight": ("=input", "columns H", "one row of the input's features for each class"),  # may be empty
         "linear_bias": ("=input", "columns", "one number a class"),

@@ -50,7 +50,7 @@ def gradients_in_forward(*tensors: Tensor | None) -> bool:
     return wants_grad and not forward_runs_twice() and not transforms.is_jit_traced()
 
 
-def with_grad(
+def head_with_grad(
     head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *loss_args: Any, **keywords: Any
 ) -> tuple[Tensor, ...]:
     """``linear_cross_entropy_with_grad``, with a mask from the head. ``loss_args``: its other arguments."""
@@ -107,7 +107,7 @@ def loss_of_head(
     head = (input, linear_weight, target, linear_bias, weight)
     by_rows = is_dtensor(input) and takes_rows(input.dtype, chunking["skip_ignored"], chunking["products"])
     if loss.reduction != "none" and not by_rows and gradients_in_forward(input, linear_weight, linear_bias):
-        return with_grad(head, divisor, token_weight, accumulate_dtype, **chunking, **loss.keywords())[0]
+        return head_with_grad(head, divisor, token_weight, accumulate_dtype, **chunking, **loss.keywords())[0]
     options = loss.row_options.keywords()
     options |= {"accumulate_dtype": accumulate_dtype, **chunking}
     rows = differentiable("linear_cross_entropy_forward", *head, **options)

@@ -12,7 +12,7 @@ from ...head.float16 import split_loss
 from ...kernels.options import LossOptions, RowOptions
 from ..contract import Call, classes_of
 from ..distillation_checks import class_values
-from ..formulas import Gradients, autograd, run, save_for, save_nothing, saved
+from ..formulas import GradientsByName, autograd, run, save_for, save_nothing, saved
 from ..library import operator
 from ..rules import check_targets
 from ..second_order import no_second_derivative, refuse_second_derivatives
@@ -32,7 +32,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
     save_for(ctx, "linear_divergences_backward", call, statistics=output[1])
 
 
-def _backward(ctx: Any, grad_values: Tensor, *_: None) -> Gradients:
+def _backward(ctx: Any, grad_values: Tensor, *_: None) -> GradientsByName:
     mask = mask_of(ctx)
     values = saved(ctx) | {"grad_values": grad_values, "output_mask": mask}
     return by_name(mask, run("linear_divergences_backward", values))
@@ -46,22 +46,22 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     keep_gradients(ctx, call, gradients, split)
 
 
-def _with_grad_backward(ctx: Any, grad_value: Tensor, *_: None) -> Gradients:
+def _with_grad_backward(ctx: Any, grad_value: Tensor, *_: None) -> GradientsByName:
     if torch.is_grad_enabled():  # create_graph=True
         no_second_derivative()
     return give_away_once(ctx, grad_value)
 
 
-operator("linear_divergences_with_grad", reference=divergences.with_grad, results=SUMS, calls_operators=True)
+operator("linear_divergences_with_grad", divergences.linear_divergences_with_grad, results=SUMS, calls_operators=True)
 autograd("linear_divergences_with_grad", _with_grad_backward, _save_with_grad, constants=(*_TEACHER_HEAD, "divisor"))
 
 operator(
     "linear_divergences_forward",
-    reference=divergences.statistics,
+    divergences.linear_divergences_forward,
     check_values=_check_values,
     calls_operators=True,
 )
 autograd("linear_divergences_forward", _backward, _save, constants=_TEACHER_HEAD)
 
-operator("linear_divergences_backward", reference=divergences.gradients, calls_operators=True)
+operator("linear_divergences_backward", divergences.linear_divergences_backward, calls_operators=True)
 autograd("linear_divergences_backward", refuse_second_derivatives, save_nothing)

@@ -19,7 +19,7 @@ from .. import transforms
 from ..contract import Call
 from ..cross_entropy import save_rows
 from ..dtensors import is_dtensor
-from ..formulas import Gradients, autograd, needs_grad, run, run_backward, save_for, saved
+from ..formulas import GradientsByName, autograd, needs_grad, run, run_backward, save_for, saved
 from ..library import operator
 from ..names import RESULTS
 from ..second_order import differentiate_call, no_second_derivative, save_all, without_derivative
@@ -40,7 +40,7 @@ def by_name(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[st
     return {name: grad for name, grad, is_wanted in zip(HEAD_NAMES, gradients, mask, strict=True) if is_wanted}
 
 
-def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> Gradients:
+def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> GradientsByName:
     mask = mask_of(ctx)
     return by_name(mask, run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=mask))
 
@@ -55,7 +55,7 @@ def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     keep_gradients(ctx, call, gradients, split)
 
 
-def _with_grad_backward(ctx: Any, grad_value: Any, *grads: Any) -> Gradients:
+def _with_grad_backward(ctx: Any, grad_value: Any, *grads: Any) -> GradientsByName:
     _divisors, _z_loss, _accuracy, _loss, grad_lse, *_ = grads
     traced, differentiable = torch.compiler.is_compiling(), torch.is_grad_enabled()  # create_graph=True
     _ = ctx.saved_tensors  # raises if one was written to, although the gradients do not depend on them any more
@@ -88,7 +88,7 @@ def keep_gradients(ctx: Any, call: Call, gradients: Sequence[Tensor], split: Spl
     ctx.dtype, ctx.gradients, ctx.divisor, ctx.row_factors = call.input.dtype, gradients, split.divisor, split.rows
 
 
-def give_away_once(ctx: Any, grad: Tensor) -> Gradients:
+def give_away_once(ctx: Any, grad: Tensor) -> GradientsByName:
     """The gradients times the loss's upstream gradient (). A later backward raises, unless the graph was retained."""
     if ctx.gradients is None:
         raise RuntimeError(
@@ -100,7 +100,7 @@ def give_away_once(ctx: Any, grad: Tensor) -> Gradients:
     )
 
 
-def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
+def give_away(ctx: Any, grad: Tensor, keep: bool) -> GradientsByName:
     gradients, all_rows = ctx.gradients, grad if ctx.divisor is None else grad / ctx.divisor
     factors = (all_rows if ctx.row_factors is None else grad * ctx.row_factors, all_rows, all_rows)
     if not keep:
@@ -120,7 +120,7 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> Gradients:
     return by_name(ctx.mask, scaled)
 
 
-def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
+def _second_backward(ctx: Any, *grads: Tensor) -> GradientsByName:
     """Autograd through plain torch, with all logits at once."""
     if ctx.options["num_classes"] is not None:
         no_second_derivative()
@@ -129,20 +129,25 @@ def _second_backward(ctx: Any, *grads: Tensor) -> Gradients:
     return differentiate_call(reference_linear.linear_cross_entropy_backward, ctx, grads, left_out)
 
 
-operator("linear_cross_entropy_forward", reference=cross_entropy.statistics, calls_operators=True)
+operator("linear_cross_entropy_forward", cross_entropy.linear_cross_entropy_forward, calls_operators=True)
 _save_rows = functools.partial(save_rows, "linear_cross_entropy_backward")
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows, constants=("weight",))
 
-operator("linear_cross_entropy_backward", reference=cross_entropy.gradients, calls_operators=True)
+operator("linear_cross_entropy_backward", cross_entropy.linear_cross_entropy_backward, calls_operators=True)
 autograd("linear_cross_entropy_backward", _second_backward, save_all)
 
-operator("linear_cross_entropy_with_grad", reference=cross_entropy.with_grad, results=SUMS, calls_operators=True)
+operator(
+    "linear_cross_entropy_with_grad",
+    cross_entropy.linear_cross_entropy_with_grad,
+    results=SUMS,
+    calls_operators=True,
+)
 _constants = ("weight", "divisor")
 autograd("linear_cross_entropy_with_grad", _with_grad_backward, _save_with_grad, constants=_constants)
 
 operator(
     "linear_scale_grad",
-    reference=chunks.scaled,
+    chunks.linear_scale_grad,
     results={"scaled": ("=grad", "... columns", "")},
     calls_operators=True,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...head import shard
 from .. import checks, rank_sums, transforms
 from ..contract import Call
-from ..formulas import Gradients, autograd, run_backward, save_for
+from ..formulas import GradientsByName, autograd, run_backward, save_for
 from ..library import operator
 from ..rules import check_targets
 from ..second_order import without_derivative
@@ -36,7 +36,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     save_for(ctx, backward, call, at_ids=None if call.ids is None else at_ids, **results)
 
 
-def _backward(ctx: Any, grad_loss: Any, grad_lse: Any, *grads: Any) -> Gradients:
+def _backward(ctx: Any, grad_loss: Any, grad_lse: Any, *grads: Any) -> GradientsByName:
     _target_weight, _lse_coefficient, grad_entropy, _lse_low, grad_ids = grads
     updates = {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
     gradients = by_name(ctx.mask, run_backward(ctx, grad_loss, **updates, output_mask=ctx.mask))
@@ -67,7 +67,7 @@ def _gathered_input(call: Call) -> None:
 
 operator(
     "linear_cross_entropy_shard",
-    reference=shard.statistics,
+    shard.linear_cross_entropy_shard,
     check_values=check_targets,
     calls_operators=True,
 )
@@ -79,7 +79,7 @@ without_derivative(
 
 operator(
     "linear_cross_entropy_shard_join",
-    reference=shard.join,
+    shard.linear_cross_entropy_shard_join,
     arguments={"gathered_input": ("=input", "... H", "the inputs of all ranks")},
     rows_of=lambda call: call.input if call.gathered_input is None else call.gathered_input,
     rules=(_gathered_input,),
