@@ -208,7 +208,7 @@ def steps(dtype: torch.dtype) -> list[Contestant]:
     known = [
         Contestant(BODY, "unit", step(lambda hidden, matrix, target: hidden.float().mean())),
         Contestant("F compiled", "torch", step(unfused_torch)),
-        Contestant("F compiled as a whole", "torch", partial(at_once, unfused_torch)),
+        Contestant("F as a whole", "torch", partial(at_once, unfused_torch)),
         Contestant("xent pass", "ours", with_pass[False], confirm=left),
         Contestant("xent found head", "ours", with_pass[True], confirm=lambda: left(head=True)),
         Contestant("xent compiled", "ours", step(unfused_ours)),

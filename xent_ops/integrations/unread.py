@@ -75,7 +75,7 @@ class UnreadLogits(NotComputed):
         self.unread = state
 
     def changed(self, **changes: Any) -> UnreadLogits:
-        return type(self)(self.unread._replace(**changes))
+        return UnreadLogits(self.unread._replace(**changes))  # Dynamo of torch 2.11 knows no class of type(self)
 
     def refusal(self, use: str) -> Exception:
         return self.unread.owner.refusal(use)
