@@ -75,7 +75,8 @@ class UnreadLogits(NotComputed):
         self.unread = state
 
     def changed(self, **changes: Any) -> UnreadLogits:
-        return UnreadLogits(self.unread._replace(**changes))  # Dynamo of torch 2.11 knows no class of type(self)
+        # Not _replace: Dynamo of torch 2.11 cannot rebuild what it returns.
+        return type(self)(Unread(**(self.unread._asdict() | changes)))
 
     def refusal(self, use: str) -> Exception:
         return self.unread.owner.refusal(use)
