@@ -90,10 +90,17 @@ def equal_to_one_process(device, way):
 SMALL = {"d_model": 16, "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL |= {"decoder_start_token_id": 1, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
 SMALL |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
+LAYER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 KINDS = {
     "BertForMaskedLM": SMALL | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     "T5ForConditionalGeneration": SMALL | {"num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32, "dropout_rate": 0.0},
     "WhisperForConditionalGeneration": SMALL | {"max_source_positions": 10, "num_mel_bins": 8},
+    "LlavaForConditionalGeneration": {
+        "text_config": LAYER | {"model_type": "llama", "vocab_size": V},
+        "vision_config": LAYER | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+        "image_token_id": V - 1,
+        "vision_feature_layer": -1,
+    },
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "tie_word_embeddings": False}
 PARALLEL = {
@@ -111,7 +118,7 @@ PARALLEL = {
 
 
 def kinds(device, name, way):
-    """Masked, encoder and decoder, speech: every rank has the same batch, so that gradients are those of one process."""
+    """Masked, encoder and decoder, speech, images: every rank has the same batch, so that gradients are those of one process."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     untouched = cls(cls.config_class(**KINDS[name], **NO_DROPOUT)).to(device).train()
@@ -122,6 +129,9 @@ def kinds(device, name, way):
         call["input_features"] = torch.randn(2, 8, 20, device=device)
     else:
         call["input_ids"] = ids
+    if name.startswith("Llava"):
+        ids.masked_fill_(ids == V - 1, 0)[:, :4] = V - 1
+        call["pixel_values"] = torch.randn(2, 3, 8, 8, device=device)
     want = untouched(**call).loss
     want.backward()
     use_xent(model)
