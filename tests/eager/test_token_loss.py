@@ -130,7 +130,7 @@ def test_an_entropy_that_is_not_read_is_not_computed(device, monkeypatch, fn, re
 def test_what_is_not_read_needs_no_gradient(device, monkeypatch, field, ids):
     x, head, _, target = problem(device)
     chosen = torch.stack([target, (target + 1) % V], -1) if ids else target
-    owner, name = (loop, "gradient_of_ids") if ids else (torch.ops.xent, "cross_entropy_backward_")
+    owner, name = (loop, "token_logits_backward") if ids else (torch.ops.xent, "cross_entropy_backward_")
     seen, write_gradient = [], getattr(owner, name)
 
     def fn(stats):
