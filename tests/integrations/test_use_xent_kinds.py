@@ -112,6 +112,10 @@ def test_one_graph_by_the_pass(name):
     """Dynamo writes a CrossEntropyLoss and F.tanh into the graph. Its error has the line to write, which is right."""
     model, call = built(name)
     _, loss, grads = compare.step(model, call)
+    try:
+        torch.compile(model, backend="eager", fullgraph=True)(**call)
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip("the untouched model is not one graph: Whisper and BART with torch 2.11 and transformers 5.17")
     use_xent(model)
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         torch.compile(model, backend="aot_eager", fullgraph=True)(**call)
