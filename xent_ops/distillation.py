@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .divergence_function import TwoHeads, bind_teacher
+from .divergence_function import bind_heads
 from .head.loop import wanted_gradients
 from .kernels.options import LossOptions, Reduction, RowOptions
-from .linear_call import bind
 from .ops import arguments, checks, distillation_arguments, transforms
 from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
@@ -91,7 +91,7 @@ def distillation_loss(
     arguments.tensors(input, target)
     arguments.required("teacher_input", teacher_input)
     options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
+    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, *options)
     fixed = distillation_arguments.fixed_loss(spec, hard_weight)
     loss = LossOptions(RowOptions(fixed.spec.options.ignore_index), reduction=reduction)
     checks.reduction(reduction)
@@ -170,38 +170,33 @@ def linear_distillation_loss(
         >>> loss = xent_ops.linear_distillation_loss(hidden, head.weight, teacher_hidden, teacher_weight, beta=0.5)
         >>> loss.backward()
     """
-    tensors = (input, linear_weight, teacher_input, teacher_weight, target, linear_bias, teacher_bias)
-
-    def bind_heads(parts: int = 1) -> TwoHeads:
-        only_plain_tensors("xent_ops.linear_distillation_loss", *tensors, token_weight, divisor)
-        target_args = (target, ignore_index, hard_weight, input, parts, (token_weight,), reduction)
-        labels, ignored = distillation_arguments.target_of(*target_args)
-        raw_options = (ignored, 0.0, None, 1.0, 0.0, reduction)
-        raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
-        head_args = (input, linear_weight, labels, linear_bias, None)
-        call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight).with_exact_logits()
-        checks.token_weight(token_weight, labels)
-        teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias))
-        options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-        return TwoHeads(call, teacher, distillation_arguments.spec(ignored, softcap, logit_scale, options))
-
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    options = (ignore_index, softcap, logit_scale, num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
+    head_args = ("xent_ops.linear_distillation_loss", student, teacher, target, None, options, chunking)
+    bind_all = functools.partial(
+        bind_heads,
+        *head_args,
+        reduction=reduction,
+        divisor=divisor,
+        token_weight=token_weight,
+        row_tensors=(token_weight,),
+        hard_weight=hard_weight,
+    )
     if shard is not None:
         from .distributed import distillation as over_ranks  # this import is slow
 
-        return over_ranks.fixed_loss(shard, bind_heads, hard_weight)
-    call, teacher, spec = bind_heads()
-    fixed = distillation_arguments.fixed_loss(spec, hard_weight)
-    call, target = call.in_autocast_dtype(), call.target
-    student = (call.input, call.head.weight, call.head.bias)
+        return over_ranks.fixed_loss(shard, bind_all, hard_weight)
+    heads = bind_all()
+    fixed = distillation_arguments.fixed_loss(heads.spec, hard_weight)
+    call = heads.student.in_autocast_dtype()
     output_mask = wanted_gradients(call.input, call.head)
-    heads = (*student[:2], target, *teacher[:2], student[2], teacher.teacher_bias)
-    keywords: dict[str, Any] = {"chunk_rows": call.head.chunking.chunk_rows, "skip_ignored": skip_ignored}
-    keywords |= {"logits_dtype": call.head.chunking.logits_dtype, **fixed.spec.keywords()}
+    tensors, keywords = heads._replace(student=call).operator_arguments()
+    keywords |= fixed.spec.keywords()
     if reduction == "none" or not any(output_mask) or transforms.is_jit_traced():
-        name = "linear_divergences_forward"
-        values, _, _ = differentiable(name, *heads, accumulate_dtype=accumulate_dtype, **keywords)
+        values, _, _ = differentiable("linear_divergences_forward", *tensors, **keywords)
         losses = fixed.of(values)
-        return summary(losses, losses, target, None, token_weight, call.divisor, call.loss)[0]
-    loss_args = (call.divisor, token_weight, output_mask, accumulate_dtype)
+        return summary(losses, losses, call.target, None, token_weight, call.divisor, call.loss)[0]
+    loss_args = (call.divisor, token_weight, output_mask, keywords.pop("accumulate_dtype"))
     keywords |= {"hard_weight": fixed.hard_weight, "reduction": reduction}
-    return differentiable("linear_divergences_with_grad", *heads, *loss_args, **keywords)[0]
+    return differentiable("linear_divergences_with_grad", *tensors, *loss_args, **keywords)[0]

@@ -16,8 +16,9 @@ from .kernels.divergences import FIELDS, Divergences, FixedLoss
 from .kernels.options import LossOptions
 from .kernels.reductions import counted_weights, times
 from .kernels.reference import is_counted
-from .linear_call import LinearCall
-from .ops import arguments, checks, distillation_checks, transforms
+from .linear_call import LinearCall, bind
+from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
+from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.library import check_call_of
 from .ops.linear import composite
@@ -29,27 +30,76 @@ _NAMES = TokenDivergences._fields[: len(FIELDS)]  # of the values, in their orde
 _TOPS = ("agrees", "covers_top")
 
 
-def bind_classes(classes: Any) -> Tensor | None:
-    arguments.optional("classes", classes)
-    if classes is not None:
-        distillation_checks.are_ids(classes)
-    return classes
+class TwoHeads(NamedTuple):
+    """The arguments of a student and its teacher. distributed/consistency.py compares all fields between ranks."""
+
+    student: LinearCall
+    teacher: TeacherHead
+    spec: Divergences
+
+    def operator_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(tensors of an operator of two heads, options of its chunks)."""
+        (teacher_input, teacher_weight, teacher_bias, _), head = self.teacher, self.student.head
+        tensors = (self.student.input, head.weight, self.student.target, teacher_input, teacher_weight)
+        chunk_rows, skip_ignored, logits_dtype, *_ = head.chunking
+        chunking = {"accumulate_dtype": head.accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
+        return (*tensors, head.bias, teacher_bias), {**chunking, "logits_dtype": logits_dtype}
 
 
-def bind_teacher(tensors: Sequence[Any], classes: Any = None) -> TeacherHead:
-    """The teacher's input, weight and bias."""
+def bind_heads(
+    name: str,
+    student: tuple[Any, Any, Any],  # input, weight, bias
+    teacher: tuple[Any, Any, Any],
+    target: Any,
+    classes: Any,
+    raw_options: tuple[Any, ...],  # the arguments of distillation_arguments.spec
+    raw_chunking: tuple[Any, Any, Any, Any],  # accumulate_dtype, chunk_rows, skip_ignored, logits_dtype
+    parts: int = 1,  # ranks that have a part of the inputs each
+    *,
+    reduction: Any = "none",
+    divisor: Any = None,
+    token_weight: Any = None,
+    row_tensors: Any = (),  # with all rows
+    hard_weight: Any = 0.0,
+) -> TwoHeads:
+    """Refuse values that are wrong on any device, for a loss that compares two heads."""
+    only_plain_tensors(name, *student, *teacher, target, classes, divisor, token_weight)
+    ignore_index, *options = raw_options
+    target_args = (target, ignore_index, hard_weight, student[0], parts, row_tensors, reduction)
+    target, ignore_index = distillation_arguments.target_of(*target_args)
+    head_options = (ignore_index, 0.0, None, 1.0, 0.0, reduction)
+    call = bind(*student[:2], target, student[2], None, head_options, raw_chunking, divisor, token_weight)
+    checks.token_weight(token_weight, target)
     names = ("teacher_input", "teacher_weight", "teacher_bias")
-    for name, tensor in zip(names[:2], tensors, strict=False):
-        arguments.required(name, tensor)
-    arguments.optional(names[2], tensors[2])
-    for name, tensor in zip(names, tensors, strict=True):
-        checks.constant(name, tensor)
-    return TeacherHead(*composite.cast_for_autocast(*tensors))._replace(classes=bind_classes(classes))
+    for one, tensor in zip(names[:2], teacher, strict=False):
+        arguments.required(one, tensor)
+    arguments.optional(names[2], teacher[2])
+    for one, tensor in zip(names, teacher, strict=True):
+        checks.constant(one, tensor)
+    given = TeacherHead(*composite.cast_for_autocast(*teacher))._replace(classes=_bind_classes(classes))
+    return TwoHeads(call.with_exact_logits(), given, distillation_arguments.spec(ignore_index, *options))
 
 
-def bind_logits(input: Tensor, teacher_input: Tensor, target: Tensor, classes: Any, spec: Divergences) -> Tensor | None:
-    """The classes of two models' logits. Refuses what ``logits_statistics`` would."""
-    classes, teacher_logits = bind_classes(classes), teacher_input
+class TwoLogits(NamedTuple):
+    input: Tensor
+    teacher_input: Tensor
+    target: Tensor
+    classes: Tensor | None
+    spec: Divergences
+
+
+def bind_logits(
+    name: str, input: Any, teacher_input: Any, target: Any, classes: Any, raw_options: tuple[Any, ...], *others: Any
+) -> TwoLogits:
+    """The same of two models' logits. Refuses what ``logits_statistics`` would."""
+    only_plain_tensors(name, input, teacher_input, target, classes, *others)
+    ignore_index, *options = raw_options
+    target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
+    arguments.tensors(input, target)
+    arguments.required("teacher_input", teacher_input)
+    checks.constant("teacher_input", teacher_input)
+    spec = distillation_arguments.spec(ignore_index, *options)
+    classes, teacher_logits = _bind_classes(classes), teacher_input
     if classes is not None:
         if spec.num_classes is not None:
             raise ValueError(distillation_checks.CLASSES_ALONE)
@@ -61,15 +111,14 @@ def bind_logits(input: Tensor, teacher_input: Tensor, target: Tensor, classes: A
             distillation_checks.class_values(classes, teacher_input.shape[-1])
         teacher_logits = teacher_input.new_empty(()).expand(*teacher_input.shape[:-1], *classes.shape)
     check_call_of("divergences_forward", input, teacher_logits, target, **spec.keywords())
+    return TwoLogits(input, teacher_input, target, classes, spec)
+
+
+def _bind_classes(classes: Any) -> Tensor | None:
+    arguments.optional("classes", classes)
+    if classes is not None:
+        distillation_checks.are_ids(classes)
     return classes
-
-
-class TwoHeads(NamedTuple):
-    """The arguments of a student and its teacher. distributed/consistency.py compares all fields between ranks."""
-
-    student: LinearCall
-    teacher: TeacherHead
-    spec: Divergences
 
 
 class _Recorder(FieldRecorder):
@@ -83,7 +132,6 @@ class DivergenceRows(TokenRows):
     teacher: TeacherHead | None = None  # None: of logits
     class_start: int | None = None
     with_tops = False
-    read: tuple[str, ...] = ()  # fields of TokenDivergences
 
     def bind_fields(self, spec: Divergences, teacher: TeacherHead | None, class_start: int | None) -> None:
         """``spec`` gets those of ``read``."""
@@ -94,12 +142,9 @@ class DivergenceRows(TokenRows):
 
     def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
         assert self.teacher is not None
-        teacher_input, teacher_weight, teacher_bias, classes = self.teacher
-        head, (chunk_rows, skip_ignored, logits_dtype, *_) = call.head, call.head.chunking
-        heads = (call.input, head.weight, call.target, teacher_input, teacher_weight, head.bias, teacher_bias)
-        keywords = {"accumulate_dtype": head.accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
-        keywords |= {"logits_dtype": logits_dtype, **self.spec.keywords()}
-        return differentiable("linear_divergences_forward", *heads, classes, self.with_tops, **keywords)
+        heads, chunking = TwoHeads(call, self.teacher, self.spec).operator_arguments()
+        more = (self.teacher.classes, self.with_tops)
+        return differentiable("linear_divergences_forward", *heads, *more, **chunking, **self.spec.keywords())
 
     def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
         assert self.teacher is not None
@@ -119,12 +164,21 @@ class DivergenceRows(TokenRows):
         counted = is_counted(target, self.ignore_index)
         return fields | {name: torch.where(counted, constant, 0.0) for name, constant in constants.items()}
 
+    def all_stats(
+        self, values: Tensor, statistics: Tensor, tops: Tensor, target: Tensor
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        target = target.reshape(-1)
+        values, statistics = (rows.reshape(rows.shape[0], self.number) for rows in (values, statistics))
+        tops = tops.reshape(2, self.number) if self.with_tops else tops
+        # Ignored rows get no gradient, even if a derivative is NaN.
+        values = torch.where(is_counted(target, self.ignore_index), values, values.detach())
+        read_values = [values[i] for i in self._read_values]
+        return self._fields(read_values, Rows(values, statistics, tops), target), self._rows(self.number)
 
-def logits_statistics(
-    rows: DivergenceRows, input: Tensor, teacher_input: Tensor, target: Tensor, classes: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+
+def logits_statistics(rows: DivergenceRows, logits: TwoLogits) -> tuple[Tensor, Tensor, Tensor]:
     """(values, statistics, tops) of both logits, as ``DivergenceRows.statistics`` of heads."""
-    spec = rows.spec
+    (input, teacher_input, target, classes, _), spec = logits, rows.spec
     if classes is not None and spec.reads("log_prob") and transforms.can_read(target):
         checks.index_values(target, None, classes, input.shape[-1], spec.options.ignore_index)
     if input.dtype == torch.float64:  # the lse of all of the teacher's classes has the accumulator of its logits
@@ -157,16 +211,14 @@ class TokenFields(DivergenceRows):
         self.read = read
         self.bind_fields(spec, teacher, class_start)
 
-    def divergences(
-        self, values: Tensor, statistics: Tensor, tops: Tensor, target: Tensor, factor: Tensor | None
-    ) -> TokenDivergences:
-        """Of the target's shape. Fields that are not read are None."""
-        # Ignored rows get no gradient, even if that of the caller is NaN.
-        values = torch.where(is_counted(target, self.ignore_index), values, values.detach())
-        fields = self._fields([values[i] for i in self._read_values], Rows(values, statistics, tops), target)
+    def divergences(self, of_rows: Any, target: Tensor, factor: Tensor | None = None) -> TokenDivergences:
+        """Of the target's shape, from values, statistics and tops. Fields that are not read are None."""
+        values, statistics, tops = of_rows
+        fields, _ = self.all_stats(values, statistics, tops, target)
         if factor is not None:
             fields = {name: field * factor.to(field.dtype) for name, field in fields.items()}
-        found: list[Any] = [fields[name] if name in self.read else None for name in TokenDivergences._fields]
+        names = TokenDivergences._fields
+        found: list[Any] = [fields[name].view(target.shape) if name in self.read else None for name in names]
         return TokenDivergences(*found)
 
 
@@ -212,17 +264,6 @@ class DivergenceFunction(DivergenceRows, UserFunction):
 
         return upstream
 
-    def all_stats(
-        self, values: Tensor, statistics: Tensor, tops: Tensor, target: Tensor
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        target = target.reshape(-1)
-        values, statistics = (rows.reshape(rows.shape[0], self.number) for rows in (values, statistics))
-        tops = tops.reshape(2, self.number) if self.with_tops else tops
-        # Ignored rows get no gradient, even if a derivative is NaN.
-        values = torch.where(is_counted(target, self.ignore_index), values, values.detach())
-        read_values = [values[i] for i in self._read_values]
-        return self._fields(read_values, Rows(values, statistics, tops), target), self._rows(self.number)
-
 
 class FixedDivergences(DivergenceRows):
     """A fixed loss of the tokens, times their weights. Its row is the weights, if there are any."""
@@ -253,40 +294,5 @@ class FixedDivergences(DivergenceRows):
             loss = self.fixed.of(of.values)
             values.append((times(loss, part.of(weights[0])) if weights else loss, part.target))
             return self.fixed.upstream((inverse if factors is None else part.of(factors)).expand(loss.shape))
-
-        return upstream
-
-
-class GivenGradients(DivergenceRows):
-    """A loop whose gradients are those of the fields for these upstream gradients, (5, N); its own value is 0.
-
-    The rows are the largest magnitude of each row, which serves as its weight (float16.py), and the rest.
-    """
-
-    def __init__(
-        self,
-        fields: TokenFields,
-        upstream: Tensor,  # (5, ...)
-        target: Tensor,
-    ) -> None:
-        upstream = torch.where(is_counted(target, fields.ignore_index), upstream, 0.0)
-        largest = upstream.abs().amax(0)
-        factor = torch.where(largest == 0.0, 1.0, largest)
-        rows = [largest, (upstream / factor).movedim(0, -1)]
-        super().__init__(rows, target, fields.ignore_index, fields.dtype, None)
-        self.spec, self.teacher, self.class_start = fields.spec, fields.teacher, fields.class_start
-
-    @property
-    def token_weight(self) -> Tensor:  # type: ignore[override]
-        return self.rows[0]
-
-    def upstream_of_parts(self, parts: int, split: Split, values: Values) -> Callable[[Rows, RowRange], Tensor]:
-        assert split.token_weight is not None
-        _, grads = self._rows(parts, self.number // parts)
-        factors = (split.divisors[0].reciprocal() * split.token_weight).reshape(parts, -1, 1)
-
-        def upstream(of: Rows, part: RowRange) -> Tensor:
-            values.append((torch.zeros_like(of.values[0]), part.target))
-            return (part.of(grads) * part.of(factors)).t().contiguous()
 
         return upstream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,17 +10,14 @@ from torch import Tensor
 
 from .divergence_function import (
     DivergenceFunction,
-    TwoHeads,
+    bind_heads,
     bind_logits,
-    bind_teacher,
     factor_of_classes,
     logits_statistics,
 )
 from .kernels.options import TokenReduction
 from .kernels.reference import accumulator, is_counted
-from .linear_call import bind
-from .ops import arguments, checks, distillation_arguments, distillation_checks, transforms
-from .ops.dtensors import only_plain_tensors
+from .ops import arguments, checks, distillation_checks, transforms
 from .ops.library import check_call_of
 from .token_function import loss_of_tokens
 from .user_function import Function
@@ -113,43 +111,33 @@ def linear_distillation_token_loss(
         >>> function = xent_ops.linear_distillation_token_loss
         >>> function(hidden, head, teacher_hidden, teacher_head, acceptance, classes=t2d).backward()
     """
-    tensors = (input, linear_weight, teacher_input, teacher_weight, target, classes, linear_bias, teacher_bias)
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    options = (ignore_index, softcap, logit_scale, num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
+    head_args = ("xent_ops.linear_distillation_token_loss", student, teacher, target, classes, options, chunking)
+    bind_all = functools.partial(bind_heads, *head_args, reduction=reduction, divisor=divisor, row_tensors=rows)
     has_target = target is not None
-
-    def bind_heads(parts: int = 1) -> TwoHeads:
-        only_plain_tensors("xent_ops.linear_distillation_token_loss", *tensors, divisor)
-        labels, ignored = distillation_arguments.target_of(target, ignore_index, 0.0, input, parts, rows, reduction)
-        raw_options = (ignored, 0.0, None, 1.0, 0.0, reduction)
-        raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
-        call = bind(input, linear_weight, labels, linear_bias, None, raw_options, raw_chunking, divisor)
-        call = call.with_exact_logits()
-        checks.reduction(reduction, ("mean", "sum"))
-        arguments.boolean("check", check)
-        teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias), classes)
-        options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-        return TwoHeads(call, teacher, distillation_arguments.spec(ignored, softcap, logit_scale, options))
-
     if shard is not None:
         from .distributed import distillation as over_ranks  # this import is slow
 
-        return over_ranks.token_loss(shard, bind_heads, fn, rows, has_target, check)
-    call, teacher, spec = bind_heads()
-    call = call.in_autocast_dtype().as_sum()
+        return over_ranks.token_loss(shard, bind_all, fn, rows, has_target, check)
+    heads = bind_all()
+    checks.reduction(reduction, ("mean", "sum"))
+    arguments.boolean("check", check)
+    heads = heads._replace(student=heads.student.in_autocast_dtype().as_sum())
+    (call, given, spec), (tensors, keywords) = heads, heads.operator_arguments()
+    check_call_of("linear_divergences_forward", *tensors, given.classes, **keywords, **spec.keywords())
     head = call.head
-    heads = (call.input, head.weight, call.target, *teacher[:2], head.bias, *teacher[2:])
-    of_chunks = {"accumulate_dtype": accumulate_dtype, "chunk_rows": chunk_rows}
-    of_chunks["logits_dtype"] = head.chunking.logits_dtype
-    check_call_of("linear_divergences_forward", *heads, **of_chunks, **spec.keywords())
     learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
-    function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher)
+    function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, given)
     call = call._replace(
         head=head._replace(shard_range=(0, spec.num_classes)),
-        divisor=_divisor(call.divisor, teacher.classes, teacher.teacher_weight.shape[0], dtype),
+        divisor=_divisor(call.divisor, given.classes, given.teacher_weight.shape[0], dtype),
     )
-    if teacher.classes is not None and transforms.can_read(teacher.classes):  # the row operators of a chunk read none
-        distillation_checks.class_values(teacher.classes, teacher.teacher_weight.shape[0])
+    if given.classes is not None and transforms.can_read(given.classes):  # the row operators of a chunk read none
+        distillation_checks.class_values(given.classes, given.teacher_weight.shape[0])
         if function.spec.reads("log_prob"):
-            checks.index_values(call.target, None, teacher.classes, head.weight.shape[0], function.ignore_index)
+            checks.index_values(call.target, None, given.classes, head.weight.shape[0], function.ignore_index)
     if check:
         with torch.no_grad():
             function.check(*function.statistics(call), call.target)
@@ -194,20 +182,16 @@ def distillation_token_loss(
         >>> total_variation = lambda d: 1 - d.overlap
         >>> xent_ops.distillation_token_loss(logits, teacher_logits, total_variation).backward()
     """
-    only_plain_tensors("xent_ops.distillation_token_loss", input, teacher_input, target, classes, divisor)
-    has_target = target is not None
-    target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
-    arguments.tensors(input, target)
-    arguments.required("teacher_input", teacher_input)
-    checks.constant("teacher_input", teacher_input)
+    options = (ignore_index, softcap, logit_scale, num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    name, has_target = "xent_ops.distillation_token_loss", target is not None
+    logits = bind_logits(name, input, teacher_input, target, classes, options, divisor)
+    _, _, target, classes, spec = logits
     checks.reduction(reduction, ("mean", "sum"))
     divisor = arguments.divisor(divisor, input, reduction)
     arguments.boolean("check", check)
-    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
-    dtype, classes = accumulator(input), bind_logits(input, teacher_input, target, classes, spec)
+    dtype = accumulator(input)
     function = DivergenceFunction(fn, rows, target, has_target, dtype, (input,), spec)
-    values, statistics, found = logits_statistics(function, input, teacher_input, target, classes)
+    values, statistics, found = logits_statistics(function, logits)
     if check:
         function.check(values, statistics, found, target)
     if reduction == "mean":

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .divergence_function import (
-    TokenFields,
-    TwoHeads,
-    bind_logits,
-    bind_teacher,
-    factor_of_classes,
-    logits_statistics,
-)
+from .divergence_function import TokenFields, bind_heads, bind_logits, factor_of_classes, logits_statistics
 from .kernels.reference import accumulator
-from .linear_call import bind
-from .ops import arguments, checks, distillation_arguments, transforms
-from .ops.dtensors import only_plain_tensors
+from .ops import arguments, transforms
 from .outputs import TokenDivergences
 
 if TYPE_CHECKING:
@@ -67,8 +59,8 @@ def linear_token_divergences(
         beta, temperature, ignore_index, num_classes, softcap, logit_scale, teacher_softcap, teacher_logit_scale:
             likewise.
         logits_dtype, accumulate_dtype, chunk_rows, skip_ignored: likewise.
-        shard: as for ``linear_distillation_token_loss``, in eager alone. All ranks get the same numbers, and must send
-            the same gradients back: the backward gathers the statistics again. Not with ``skip_ignored``.
+        shard: as for ``linear_distillation_token_loss``. All ranks get the same numbers, and must send the same
+            gradients back: the backward gathers the statistics again. Not with ``skip_ignored``.
 
     Returns:
         ``TokenDivergences``, each field of the rows' shape, float32 (float64 for float64 input); 0 in ignored rows. The
@@ -84,30 +76,21 @@ def linear_token_divergences(
         >>> accepted = overlap.cumprod(1).sum(1)  # of a draft of 5 tokens
         >>> (-accepted.mean()).backward()
     """
-    tensors = (input, linear_weight, teacher_input, teacher_weight, target, classes, linear_bias, teacher_bias)
-    read = _wanted(fields, target is not None)
-
-    def bind_heads(parts: int = 1) -> TwoHeads:
-        transforms.refuse("xent_ops.linear_token_divergences")
-        only_plain_tensors("xent_ops.linear_token_divergences", *tensors)
-        labels, ignored = distillation_arguments.target_of(target, ignore_index, 0.0, input, parts, (), "none")
-        raw_options, raw_chunking = (ignored, 0.0, None, 1.0, 0.0, "none"), (accumulate_dtype, chunk_rows, skip_ignored)
-        call = bind(input, linear_weight, labels, linear_bias, None, raw_options, (*raw_chunking, logits_dtype))
-        teacher = bind_teacher((teacher_input, teacher_weight, teacher_bias), classes)
-        options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-        spec = distillation_arguments.spec(ignored, softcap, logit_scale, options)
-        return TwoHeads(call.with_exact_logits(), teacher, spec)
-
+    student, teacher = (input, linear_weight, linear_bias), (teacher_input, teacher_weight, teacher_bias)
+    options = (ignore_index, softcap, logit_scale, num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
+    chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype)
+    name, read = "xent_ops.linear_token_divergences", _wanted(fields, target is not None)
+    bind_all = functools.partial(bind_heads, name, student, teacher, target, classes, options, chunking)
     if shard is not None:
         from .distributed import distillation as over_ranks  # this import is slow
 
-        return over_ranks.token_divergences(shard, bind_heads, read)
-    call, teacher, spec = bind_heads()
+        return over_ranks.token_divergences(shard, bind_all, read)
+    transforms.refuse(name)
+    call, given, spec = bind_all()
     call = call.in_autocast_dtype()
-    rows = TokenFields(read, call.target, accumulator(call.input), spec, teacher)
-    factor = factor_of_classes(teacher.classes, teacher.teacher_weight.shape[0])
-    values, statistics, tops = rows.statistics(call)
-    return rows.divergences(values, statistics, tops, call.target, factor)
+    rows = TokenFields(read, call.target, accumulator(call.input), spec, given)
+    factor = factor_of_classes(given.classes, teacher_weight.shape[0])
+    return rows.divergences(rows.statistics(call), call.target, factor)
 
 
 @arguments.named
@@ -143,18 +126,12 @@ def token_divergences(
         >>> accepted = xent_ops.token_divergences(logits, teacher_logits).overlap.cumprod(1).sum(1)
         >>> (-accepted.mean()).backward()
     """
-    only_plain_tensors("xent_ops.token_divergences", input, teacher_input, target, classes)
+    options = (ignore_index, softcap, logit_scale, num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
     read = _wanted(fields, target is not None)
-    target, ignore_index = distillation_arguments.target_of(target, ignore_index, 0.0, input)
-    arguments.tensors(input, target)
-    arguments.required("teacher_input", teacher_input)
-    checks.constant("teacher_input", teacher_input)
-    options = (num_classes, beta, temperature, teacher_softcap, teacher_logit_scale)
-    spec = distillation_arguments.spec(ignore_index, softcap, logit_scale, options)
-    classes = bind_logits(input, teacher_input, target, classes, spec)
-    rows = TokenFields(read, target, accumulator(input), spec)
-    factor = factor_of_classes(classes, teacher_input.shape[-1])
-    return rows.divergences(*logits_statistics(rows, input, teacher_input, target, classes), target, factor)
+    logits = bind_logits("xent_ops.token_divergences", input, teacher_input, target, classes, options)
+    rows = TokenFields(read, logits.target, accumulator(input), logits.spec)
+    factor = factor_of_classes(logits.classes, teacher_input.shape[-1])
+    return rows.divergences(logits_statistics(rows, logits), logits.target, factor)
 
 
 def _wanted(fields: Sequence[str] | None, has_target: bool) -> tuple[str, ...]:

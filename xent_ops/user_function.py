@@ -46,6 +46,7 @@ class TokenRows:
     ``rows`` are tensors (target's shape, *). If a token has several classes, ``ids``, they are the last of the rows.
     """
 
+    read: tuple[str, ...] = ()  # the fields of a token that it reads
     reads_entropy = False
     mask_ids = False  # the lse is that of the classes that no id of the token names
     token_weight: Tensor | None = None  # what ``all_values`` multiplies the numbers of tokens by
@@ -61,6 +62,9 @@ class TokenRows:
         self.rows, self.several = rows if ids is None else [*rows, ids], ids is not None
         self.ignore_index, self.dtype, self.number = ignore_index, dtype, target.numel()
         self._token_shapes = [row.shape[target.dim() :] for row in self.rows]  # per token
+
+    def agreed(self) -> _Agreed:
+        return _Agreed(self.rows, self.read)
 
     def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
         """Of all rows, for ``all_values``."""
@@ -117,9 +121,6 @@ class UserFunction(TokenRows):
         super().__init__(_checked_rows(rows, target, self.instead), target, ignore_index, dtype, ids)
         self.fn = fn
         self.read = self._probe(target, learned)
-
-    def agreed(self) -> _Agreed:
-        return _Agreed(self.rows, self.read)
 
     def all_values(self, *statistics_and_target: Tensor) -> Tensor:
         return self._call(*self.all_stats(*statistics_and_target), statistics_and_target[-1].reshape(-1))

@@ -110,6 +110,7 @@ def test_compiled(pool, device, world, backend):
     pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
     pytest.param(distillation.inductor, marks=pytest.mark.slow),
     pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
+    token_divergences.compiled,
     compiled.bad_input_while_tracing,
     compiled.gradients_are_made_once_in_a_checkpoint,
     pytest.param(compiled.gradients_are_made_once_in_other_checkpoints, marks=pytest.mark.slow),

@@ -74,10 +74,24 @@ def behaviour(device):
     torch.testing.assert_close(torch.autograd.grad(mine, own), torch.autograd.grad(loss, own), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="skip_ignored=True is of cross entropy"):
         call(x, w, y, u, skip_ignored=True, **more)
-    with pytest.raises(
-        torch._dynamo.exc.Unsupported, match="linear_token_divergences with a shard runs in eager alone"
-    ):
-        torch.compile(lambda x: call(x, w, y, u, **more).kl, fullgraph=True, backend="aot_eager")(x)
+
+
+def compiled(device):
+    """As in eager, also with the rows split and in float16, where each row's gradient has a factor."""
+    world = dist.get_world_size()
+    for dtype, dim in ((torch.float32, None), (torch.float16, None), (torch.float32, 1)):
+        rows = (3, 2 * world)
+        student, teacher, target = heads_of(dtype, rows)
+        (x, w, b), (y, u, c) = leaves(device, "chunk", (student, teacher), dim)
+        more = {"num_classes": V, "linear_bias": b, "teacher_bias": c, "target": target.to(device), "chunk_rows": 4}
+        more["sequence_parallel"] = dim is not None
+
+        def step(x, w, b, y=y, u=u, more=more):
+            return mixed(over_ranks.linear_token_divergences(x, w, y, u, **{**more, "linear_bias": b}))
+
+        loss, found = step(x, w, b), torch.compile(step, fullgraph=True, backend="aot_eager")(x, w, b)
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(torch.autograd.grad(found, (x, w, b)), torch.autograd.grad(loss, (x, w, b)))
 
 
 def near_teacher(device):

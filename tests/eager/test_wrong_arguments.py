@@ -79,8 +79,6 @@ def test_refused(name):
         "without gradients": ((), False),
         "compiled": (("input", "logits_shard", *HEADS), True),
     }
-    if name == "linear_token_divergences, shard":  # eager alone, whatever its arguments
-        del ways["compiled"]
     for wrong, given in (*wrong_rows(name), *wrong_options(name)):
         text = wrong.split("=")[0] if "=" in wrong else "has shape"
         for way, (learned, compiled) in ways.items():

@@ -7,20 +7,20 @@ numbers a row for each, and the gradient waits for it. head/divergence_chunk.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..divergence_function import DivergenceFunction, FixedDivergences, GivenGradients, TokenFields, TwoHeads
-from ..head import loop
-from ..head.divergence_chunk import Rows, TeacherHead
+from ..divergence_function import DivergenceFunction, FixedDivergences, TokenFields, TwoHeads
+from ..head import float16, loop
+from ..head.divergence_chunk import Rows, TeacherHead, Upstream
 from ..head.loop import RowRange
-from ..kernels.divergences import FIELDS, STATISTICS, Divergences, FixedLoss
+from ..kernels.divergences import FIELDS, STATISTICS, Divergences
 from ..kernels.reference import accumulator
 from ..linear_call import LinearCall
-from ..ops import checks, distillation_arguments, distillation_checks, transforms
+from ..ops import arguments, checks, distillation_arguments, distillation_checks, transforms
 from ..ops.library import OPERATORS
 from ..outputs import TokenDivergences
 from ..token_function import loss_by_chunks
@@ -36,37 +36,23 @@ _HINT = (
 )
 
 
-class _Fixed(NamedTuple):
+class _Bound(NamedTuple):
     """consistency.py compares all of it."""
 
     heads: TwoHeads
-    fixed: FixedLoss
-
-
-class _Tokens(NamedTuple):
-    """The same."""
-
-    heads: TwoHeads
-    function: DivergenceFunction
-
-
-class _Fields(NamedTuple):
-    """The same."""
-
-    heads: TwoHeads
-    read: tuple[str, ...]
+    loss: Any
 
 
 BindHeads = Callable[[int], TwoHeads]  # of the number of ranks that have a part of the inputs each
 
 
 def fixed_loss(shard: Shard, bind_heads: BindHeads, hard_weight: Any) -> Tensor:
-    def bind(ranks: Ranks) -> _Fixed:
+    def bind(ranks: Ranks) -> _Bound:
         heads = _bind(shard, bind_heads, ranks)
         fixed = distillation_arguments.fixed_loss(heads.spec, hard_weight)
         if fixed.hard_weight != 0.0:
             check_values(heads.student, shard)
-        return _Fixed(heads, fixed)
+        return _Bound(heads, fixed)
 
     ((call, teacher, _), fixed), ranks = over_ranks("linear_distillation_loss", shard, bind)
     if call.loss.reduction == "none" and any(loop.wanted_gradients(call.input, call.head)):
@@ -80,10 +66,11 @@ def fixed_loss(shard: Shard, bind_heads: BindHeads, hard_weight: Any) -> Tensor:
 
 
 def token_loss(shard: Shard, bind_heads: BindHeads, fn: Function, rows: Any, has_target: bool, check: bool) -> Tensor:
-    def bind(ranks: Ranks) -> _Tokens:
+    def bind(ranks: Ranks) -> _Bound:
         heads = _bind(shard, bind_heads, ranks)
         call, teacher, spec = heads
-        if check:
+        checks.reduction(call.loss.reduction, ("mean", "sum"))
+        if arguments.boolean("check", check):
             raise NotImplementedError(
                 "check=True of fn is not supported with a shard; Shard(check=True) compares the arguments of all ranks"
             )
@@ -91,37 +78,27 @@ def token_loss(shard: Shard, bind_heads: BindHeads, fn: Function, rows: Any, has
         start = call.head.shard_range[0]
         function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, teacher, start)
         _check_values(shard, heads, "log_prob" in function.read)
-        return _Tokens(heads, function)
+        return _Bound(heads, function)
 
     ((call, _, _), function), ranks = over_ranks("linear_distillation_token_loss", shard, bind)
     return _loss(call, function, ranks)
 
 
 def token_divergences(shard: Shard, bind_heads: BindHeads, read: tuple[str, ...]) -> TokenDivergences:
-    if transforms.is_traced():
-        raise NotImplementedError(
-            "linear_token_divergences with a shard runs in eager alone: where a token's number depends on this token "
-            "alone, linear_distillation_token_loss compiles"
-        )
-
-    def bind(ranks: Ranks) -> _Fields:
+    def bind(ranks: Ranks) -> _Bound:
         heads = _bind(shard, bind_heads, ranks)
         _check_values(shard, heads, "log_prob" in read)
-        return _Fields(heads, read)
+        call, teacher, spec = heads
+        start = call.head.shard_range[0]
+        return _Bound(heads, TokenFields(read, call.target, accumulator(call.input), spec, teacher, start))
 
-    ((call, teacher, spec), _), ranks = over_ranks("linear_token_divergences", shard, bind)
-    start, split = call.head.shard_range[0], call.sequence_dim
-    rows = TokenFields(read, call.target, accumulator(call.input), spec, teacher, start)
-    values, statistics, tops = _Values.apply(call.input, call.head.weight, call.head.bias, call, rows, ranks)
-    values, statistics, tops = (
-        torch.stack([as_target(row, split) for row in found]) if len(found) > 0 else found
-        for found in (values, statistics, tops)
-    )
-    return rows.divergences(values, statistics, tops, call.target, None)
+    ((call, _, _), rows), ranks = over_ranks("linear_token_divergences", shard, bind)
+    of_rows = _Values.apply(call.input, call.head.weight, call.head.bias, call, rows, ranks)
+    return rows.divergences(of_rows, call.target)
 
 
 class _Values(torch.autograd.Function):
-    """(values, statistics, tops) of all rows, in the order of ``by_ranks``. The backward runs the loop again."""
+    """(values, statistics, tops) of all rows. The backward runs the loop again."""
 
     @staticmethod
     def forward(
@@ -135,41 +112,53 @@ class _Values(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(input, weight, bias)
         ctx.options = call, rows, ranks
-        split, target, found = call.sequence_dim, by_ranks(call.target, call.sequence_dim, ranks), []
+        split, found = call.sequence_dim, []
         parts = 1 if split is None else ranks.world
 
         def collect(of: Rows, part: RowRange) -> Tensor:
-            chunk = torch.cat([of.values, of.statistics, *([of.tops] if rows.with_tops else [])])
-            found.append(chunk.view(len(chunk), parts, -1)[..., : part.stop - part.start])
+            found.append([row.view(parts, -1) for some in of for row in some.unbind()])
             return of.values  # not read: no gradient is wanted
 
-        collectives = Collectives(ranks)
-        steps = rows.steps(call.head, call.loss, collect, collectives)
-        loop_args = (target, call.head, collectives, (False, False, False), rows.ignore_index)
-        loop.run_loop(steps, rows.inputs(input), *loop_args, scattered=split is not None)
-        sizes = [len(FIELDS), STATISTICS, *([2] if rows.with_tops else [])]
-        values, statistics, *tops = torch.cat(found, -1).view(sum(sizes), *target.shape).split(sizes)
-        tops = tops[0] if tops else values.new_empty(0)
+        _run_loop(call, rows, ranks, collect, (False, False, False))
+        shape = by_ranks(call.target, split, ranks).shape
+        all_rows = [as_target(torch.cat(row, -1).view(shape), split) for row in zip(*found, strict=True)]
+        ends = len(FIELDS), len(FIELDS) + STATISTICS
+        values, statistics = torch.stack(all_rows[: ends[0]]), torch.stack(all_rows[ends[0] : ends[1]])
+        tops = torch.stack(all_rows[ends[1] :]) if rows.with_tops else values.new_empty(0)
         ctx.mark_non_differentiable(statistics, tops)
         return values, statistics, tops
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_values: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        call, rows, ranks = ctx.options
-        leaves = [
-            None if tensor is None else tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        ]
-        input, weight, bias = leaves
-        target = by_ranks(call.target, call.sequence_dim, ranks)
+        (call, rows, ranks), (input, weight, bias) = ctx.options, ctx.saved_tensors
         call = call._replace(input=input, head=call.head._replace(weight=weight, bias=bias))
-        call = call._replace(loss=call.loss._replace(reduction="sum"), divisor=None)
-        with torch.enable_grad():
-            total = loss_by_chunks(call, target, GivenGradients(rows, grad_values, target), Collectives(ranks))
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        grads = iter(torch.autograd.grad(total, wanted))
-        return *[next(grads) if leaf is not None and leaf.requires_grad else None for leaf in leaves], None, None, None
+        split, mask = call.sequence_dim, ctx.needs_input_grad[:3]
+        parts, rank = (1, 0) if split is None else (ranks.world, ranks.rank)
+        target = by_ranks(call.target, split, ranks).reshape(-1)
+        grads = torch.stack([by_ranks(grad, split, ranks).reshape(-1) for grad in grad_values.unbind()], -1)
+        factors, divided = float16.split_grads(input.dtype, [grads, None, None], target, rows.spec.options)
+        shares = None if factors is None else factors.shares.view(parts, -1)
+        of_parts = (grads if divided[0] is None else divided[0]).view(parts, -1, len(FIELDS))
+
+        def upstream(_: Rows, part: RowRange) -> Tensor:
+            return part.of(of_parts).t().contiguous()
+
+        gradients = _run_loop(call, rows, ranks, upstream, mask, shares)
+        found = [one if wanted else None for one, wanted in zip(gradients, mask, strict=True)]
+        if factors is not None:
+            scales = factors.rows.view(parts, *input.shape[:-1], 1)[rank], factors.largest, factors.largest
+            found = [one if one is None else one * scale for one, scale in zip(found, scales, strict=True)]
+        return *[one if one is None else one.to(input.dtype) for one in found], None, None, None
+
+
+def _run_loop(
+    call: LinearCall, rows: TokenFields, ranks: Ranks, upstream: Upstream, mask: Sequence[bool], shares: Any = None
+) -> loop.HeadGradients:
+    target, collectives = by_ranks(call.target, call.sequence_dim, ranks), Collectives(ranks)
+    steps = rows.steps(call.head, call.loss, upstream, collectives)
+    loop_args = (rows.inputs(call.input), target, call.head, collectives, mask, rows.ignore_index)
+    return loop.run_loop(steps, *loop_args, shares=shares, scattered=call.sequence_dim is not None)
 
 
 def _check_values(shard: Shard, heads: TwoHeads, reads_target: bool) -> None:

@@ -46,9 +46,17 @@ def _all_rows(shape: Sequence[int], parts: int, row_tensors: Any, reduction: Any
     return parts * shape[0], *shape[1:]  # a sum does not depend on the order
 
 
-def spec(ignore_index: Any, softcap: Any, logit_scale: Any, divergence_options: tuple[Any, ...]) -> Divergences:
+def spec(
+    ignore_index: Any,
+    softcap: Any,
+    logit_scale: Any,
+    num_classes: Any,
+    beta: Any,
+    temperature: Any,
+    teacher_softcap: Any,
+    teacher_logit_scale: Any,
+) -> Divergences:
     """The options in the types that kernels take."""
-    num_classes, beta, temperature, teacher_softcap, teacher_logit_scale = divergence_options
     options = arguments.loss_options(ignore_index, 0.0, softcap, logit_scale).row_options
     return Divergences(
         options,
