@@ -106,6 +106,7 @@ def test_compiled(pool, device, world, backend):
 @each(
     compiled.graph,
     compiled.empty_shards,
+    pytest.param(compiled.empty_shards_by_aot_autograd, marks=pytest.mark.slow),
     distillation.graph,
     pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
     pytest.param(distillation.inductor, marks=pytest.mark.slow),

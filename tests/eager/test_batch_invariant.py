@@ -70,7 +70,7 @@ def log_probs(x, head, bias, target, **options):
 def test_log_probs_of_a_head(device, kernels, form):
     dtype, logits_dtype = FORMS[form]
     chunk = rows_of_chunk(device, dtype)
-    x, head, bias, target = problem(device, dtype, 2 * chunk + 5)
+    x, head, bias, target = problem(device, dtype, chunk + 5)
 
     def compute(x, target):
         return log_probs(x, head, bias, target, logits_dtype=logits_dtype, softcap=30.0)

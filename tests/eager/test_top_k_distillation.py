@@ -108,13 +108,13 @@ def test_rounded_probabilities_add_up_to_more_than_one(device, dtype):
 def test_a_top_k_that_was_stored_in_16_bits(device, store, dtype):
     """Read as float32, some rows add up to more than one by what rounding does: their tail has 0, on every device."""
     generator = torch.Generator().manual_seed(0)
-    teacher = torch.stack([spread * torch.randn(512, generator=generator) for spread in (0.0, 1.0, 4.0, 16.0) * 64])
+    teacher = torch.stack([spread * torch.randn(512, generator=generator) for spread in (0.0, 1.0, 4.0, 16.0) * 16])
     exact, ids = teacher.double().log_softmax(-1).topk(500)
     exact, ids = exact.to(device), ids.to(device)
     stored = exact.to(dtype).float().exp() if store == "log_probs" else exact.exp().to(dtype).float()
     if dtype == torch.bfloat16:
         assert stored.double().sum(-1).max() > 1.0012
-    x, head = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (256, 512))
+    x, head = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (64, 512))
 
     def step(x, head, probs):
         return top_k(x, head, ids, probs, tail=True)

@@ -15,14 +15,19 @@ def pairs(*axes, but=lambda *values: False):
     def met(combination):
         return {(i, j, str(combination[i]), str(combination[j])) for i, j in places}
 
-    chosen, seen = [], set()
-    while combinations:
-        best = max(combinations, key=lambda combination: len(met(combination) - seen))
-        if met(best) <= seen:
+    return fewest(combinations, met)
+
+
+def fewest(cases, has):
+    """Cases that have together what all have. ``has``: the set of what one has."""
+    cases, chosen, seen = list(cases), [], set()
+    left = list(map(has, cases))
+    while left:
+        best = max(range(len(left)), key=lambda place: len(left[place] - seen))
+        if left[best] <= seen:
             break
-        chosen.append(best)
-        seen |= met(best)
-        combinations.remove(best)
+        chosen.append(cases.pop(best))
+        seen |= left.pop(best)
     return chosen
 
 

@@ -62,6 +62,15 @@ def _specialise(kernel, args, kwargs):
     return signature, constants, attributes
 
 
+def constants_of(kernel, args, kwargs) -> set:
+    """(kernel, name, value) of each constant, of each flag by itself, and of each argument's type."""
+    signature, constants, _ = _specialise(kernel, args, kwargs)
+    values = {**signature, **constants, **{name: kwargs.get(name) for name in OPTIONS}}
+    for name in [name for name, value in values.items() if hasattr(value, "_asdict")]:
+        values |= values.pop(name)._asdict()
+    return {(kernel, name, str(value)) for name, value in values.items()}
+
+
 def specialised(kernel, args, kwargs) -> tuple:
     """Equal for launches of one compiled kernel."""
     return kernel, str(_specialise(kernel, args, kwargs)), str([kwargs.get(name) for name in OPTIONS])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flat_options import FlatOptions
+from helpers.covering import covering
 from helpers.divergence_oracle import divergences
 from helpers.interpreter import INTERPRETED
 
@@ -137,9 +138,7 @@ ORACLES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name, offset, dtype", covering(LOSSES, OFFSETS, [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.usefixtures("eager_and_dispatched")
 def test_losses(device, name, offset, dtype):
     ours, oracle = LOSSES[name]
