@@ -14,6 +14,7 @@ import linear_parallel_cases as cases
 import linear_precision_cases as precision
 import linear_token_loss_cases as token_loss
 import linear_top_k_cases as top_k
+import offset_cases as offsets
 import pytest
 import token_divergences_cases as token_divergences
 import torch
@@ -83,6 +84,7 @@ def test_values_of_other_losses(pool, device, world, kind, case):
     distillation_token.draft_vocabulary,
     token_divergences.behaviour,
     token_divergences.near_teacher,
+    offsets.losses,
     few_classes.without_gradients_and_errors,
     top_k.sequence_parallel,
     top_k.behaviour,

@@ -96,10 +96,15 @@ def compiled(device):
 
 def near_teacher(device):
     """Logits that were rounded to bfloat16 changed the gradient by 40 %: fixed losses, token losses, a top k."""
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)):
+        near_teacher_in(device, dtype, autocast)
+
+
+def near_teacher_in(device, dtype, autocast):
     generator, world = torch.Generator().manual_seed(0), dist.get_world_size()
     hidden, noise = torch.randn(2, 24, 64, generator=generator)
-    head = (torch.randn(400, 64, generator=generator) * 3 / 8).bfloat16()
-    hidden, teacher = hidden.bfloat16(), (hidden + 0.02 * noise).bfloat16()
+    head = (torch.randn(400, 64, generator=generator) * 3 / 8).to(dtype)
+    hidden, teacher = hidden.to(dtype), (hidden + 0.02 * noise).to(dtype)
     wide = [tensor.double().requires_grad_() for tensor in (hidden, head)]
     logits, of_teacher = F.linear(*wide), F.linear(teacher.double(), head.double())
     found = divergences(logits, of_teacher)
@@ -107,18 +112,30 @@ def near_teacher(device):
     log_q = logits.log_softmax(-1)
     others = (1 - probs.double().sum(-1)) * log_q.scatter(-1, ids, float("-inf")).logsumexp(-1)
     top_k = -(probs.double() * log_q.gather(-1, ids)).sum(-1) - others
-    shard, rank = xent_ops.distributed.Shard(num_classes=400), dist.get_rank()
+    rank = dist.get_rank()
     mine = slice(rank * -(-400 // world), (rank + 1) * -(-400 // world))
     y, u, ids, probs = (tensor.to(device) for tensor in (teacher, head[mine], ids, probs))
-    for beta, right in ((0.0, found.kl), (0.5, found.jsd), (1.0, found.reverse_kl), (None, found.kl), ("top", top_k)):
-        x, w = hidden.to(device).requires_grad_(), head[mine].to(device).requires_grad_()
-        if beta is None:
-            loss = xent_ops.linear_distillation_token_loss(x, w, y, u, lambda d: d.kl, shard=shard, chunk_rows=10)
-        elif beta == "top":
-            loss = xent_ops.linear_top_k_distillation_loss(x, w, ids, probs, tail=True, shard=shard, chunk_rows=10)
-        else:
-            loss = xent_ops.linear_distillation_loss(x, w, y, u, beta=beta, shard=shard, chunk_rows=10)
+    options = {"shard": xent_ops.distributed.Shard(num_classes=400), "chunk_rows": 10}
+    losses = {
+        "kl": (lambda *heads: xent_ops.linear_distillation_loss(*heads, **options), found.kl),
+        "jsd": (lambda *heads: xent_ops.linear_distillation_loss(*heads, beta=0.5, **options), found.jsd),
+        "reverse kl": (lambda *heads: xent_ops.linear_distillation_loss(*heads, beta=1.0, **options), found.reverse_kl),
+        "of tokens": (
+            lambda *heads: xent_ops.linear_distillation_token_loss(*heads, lambda d: d.kl, **options),
+            found.kl,
+        ),
+        "themselves": (lambda *heads: xent_ops.linear_token_divergences(*heads, **options).kl.mean(), found.kl),
+        "top k": (
+            lambda x, w, *_: xent_ops.linear_top_k_distillation_loss(x, w, ids, probs, tail=True, **options),
+            top_k,
+        ),
+    }
+    for name, (ours, right) in losses.items():
+        x, w = (tensor.to(device, torch.float32 if autocast else dtype).clone() for tensor in (hidden, head[mine]))
+        x, w = x.requires_grad_(), w.requires_grad_()
+        with torch.autocast(device, dtype, enabled=autocast):
+            loss = ours(x, w, y, u)
         of_input, of_head = torch.autograd.grad(right.mean(), wide, retain_graph=True)
-        assert abs(loss.item() / right.mean().item() - 1) < 1e-4
+        assert abs(loss.item() / right.mean().item() - 1) < 1e-4, (name, dtype, autocast)
         for grad, wanted in zip(torch.autograd.grad(loss, (x, w)), (of_input, of_head[mine]), strict=True):
-            assert (grad.double().cpu() - wanted).norm() < 2e-2 * wanted.norm(), beta
+            assert (grad.double().cpu() - wanted).norm() < 2e-2 * wanted.norm(), (name, dtype, autocast)

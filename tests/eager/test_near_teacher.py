@@ -53,6 +53,10 @@ def tokens(field):
     return loss
 
 
+def themselves(field):
+    return lambda *heads, **options: getattr(xent_ops.linear_token_divergences(*heads, **options), field).mean()
+
+
 def fixed(**more):
     return lambda *heads, **options: xent_ops.linear_distillation_loss(*heads, **more, **options)
 
@@ -69,6 +73,8 @@ LOSSES = {
     "tokens' kl": (tokens("kl"), lambda s, t: divergences(s, t).kl),
     "tokens' jsd": (tokens("jsd"), lambda s, t: divergences(s, t).jsd),
     "tokens' reverse kl": (tokens("reverse_kl"), lambda s, t: divergences(s, t).reverse_kl),
+    "kl themselves": (themselves("kl"), lambda s, t: divergences(s, t).kl),
+    "jsd themselves": (themselves("jsd"), lambda s, t: divergences(s, t).jsd),
     "top k": (of_top_k(False), top_k_oracle(False)),
     "top k with a tail": (of_top_k(True), top_k_oracle(True)),
 }

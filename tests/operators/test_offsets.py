@@ -17,8 +17,10 @@ from xent_ops.kernels import reference, reference_divergences, reference_shard
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
 
 MINIMUM = torch.finfo(torch.float32).min
-# Of a row's gradient, by its norm. Triton's interpreter cuts bfloat16 off instead of rounding it.
-NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3 if INTERPRETED else 4e-3}
+# Of a row's gradient, by its norm. The largest of float32 are those of the JSD, at every offset and at none (C++ 5.0e-7,
+# Triton's interpreter 5.2e-7): log s - log m is a small difference of two rounded numbers. Cross entropy has 3e-8. The
+# interpreter cuts bfloat16 off instead of rounding it.
+NEAR = {torch.float32: 7e-7, torch.bfloat16: 8e-3 if INTERPRETED else 4e-3}
 OFFSETS = [0.0, 1e4, 1e6, -1e9, MINIMUM]
 CLASSES, TARGET = 203, torch.tensor([4, 202, 77, 0])
 IDS = torch.tensor([[4, 202, 4], [202, 0, -100], [77, -100, 12], [0, 1, 2]])
@@ -35,7 +37,8 @@ def logits_at(offset, device, dtype=torch.float32):
 def assert_equal(found, wanted, dtype=torch.float32):
     """Each row, by its norm. The gradient of two models that are equal is 0."""
     error = (found.double().cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-2)
-    assert (error < NEAR[dtype]).all(), error
+    near = 2e-6 if found.is_cuda and dtype == torch.float32 else NEAR[dtype]  # whose exp has an error of 2 ulp
+    assert (error < near).all(), error
 
 
 def teacher_at(offset, device, dtype=torch.float32):
