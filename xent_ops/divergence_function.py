@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .head.divergence_chunk import DivergenceSteps, Rows, TeacherHead
+from .head.divergence_chunk import DivergenceSteps, Rows, TeacherHead, statistics_by_name
 from .head.divergences import nan_unless_different, teacher_rows, tops
 from .head.float16 import Split
 from .head.loop import HeadSlice, OneRank, RowRange, Steps
@@ -68,7 +68,9 @@ def bind_heads(
     target_args = (target, ignore_index, hard_weight, student[0], parts, row_tensors, reduction)
     target, ignore_index = distillation_arguments.target_of(*target_args)
     head_options = (ignore_index, 0.0, None, 1.0, 0.0, reduction)
-    call = bind(*student[:2], target, student[2], None, head_options, raw_chunking, divisor, token_weight)
+    call = bind(
+        *student[:2], target, student[2], None, head_options, raw_chunking, divisor, token_weight, two_models=True
+    )
     checks.token_weight(token_weight, target)
     names = ("teacher_input", "teacher_weight", "teacher_bias")
     for one, tensor in zip(names[:2], teacher, strict=False):
@@ -77,7 +79,7 @@ def bind_heads(
     for one, tensor in zip(names, teacher, strict=True):
         checks.constant(one, tensor)
     given = TeacherHead(*composite.cast_for_autocast(*teacher))._replace(classes=_bind_classes(classes))
-    return TwoHeads(call.with_exact_logits(), given, distillation_arguments.spec(ignore_index, *options))
+    return TwoHeads(call, given, distillation_arguments.spec(ignore_index, *options))
 
 
 class TwoLogits(NamedTuple):
@@ -133,6 +135,18 @@ class DivergenceRows(TokenRows):
     class_start: int | None = None
     with_tops = False
 
+    def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
+        assert self.teacher is not None
+        return input, self.teacher.teacher_input
+
+    def steps(self, head: HeadSlice, loss: LossOptions, upstream: Any, ranks: OneRank) -> Steps:
+        assert self.teacher is not None
+        return DivergenceSteps(head, self.teacher, self.spec, self.with_tops, upstream, ranks, self.class_start)
+
+
+class FieldRows(DivergenceRows):
+    """Rows of which ``read`` are fields of TokenDivergences."""
+
     def bind_fields(self, spec: Divergences, teacher: TeacherHead | None, class_start: int | None) -> None:
         """``spec`` gets those of ``read``."""
         self._read_values = [i for i, name in enumerate(_NAMES) if name in self.read]
@@ -146,21 +160,14 @@ class DivergenceRows(TokenRows):
         more = (self.teacher.classes, self.with_tops)
         return differentiable("linear_divergences_forward", *heads, *more, **chunking, **self.spec.keywords())
 
-    def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
-        assert self.teacher is not None
-        return input, self.teacher.teacher_input
-
-    def steps(self, head: HeadSlice, loss: LossOptions, upstream: Any, ranks: OneRank) -> Steps:
-        assert self.teacher is not None
-        return DivergenceSteps(head, self.teacher, self.spec, self.with_tops, upstream, ranks, self.class_start)
-
     def _fields(self, read_values: Sequence[Tensor], of: Rows, target: Tensor) -> dict[str, Tensor]:
         """Those of ``read``, 0 in ignored rows: values are so already."""
         fields = dict(zip([_NAMES[i] for i in self._read_values], read_values, strict=True))
         constants = dict(zip(_TOPS, of.tops.unbind(), strict=True)) if self.with_tops else {}
         if "coverage" in self.read:
-            lse, lse_of_all, low, low_of_all = (of.statistics[i] for i in (1, 6, 8, 10))
-            constants["coverage"] = ((lse - lse_of_all) + (low - low_of_all)).exp()
+            rows = statistics_by_name(of.statistics)
+            distance = (rows["teacher_lse"] - rows["lse_of_all"]) + (rows["teacher_low"] - rows["low_of_all"])
+            constants["coverage"] = distance.exp()
         counted = is_counted(target, self.ignore_index)
         return fields | {name: torch.where(counted, constant, 0.0) for name, constant in constants.items()}
 
@@ -176,8 +183,8 @@ class DivergenceRows(TokenRows):
         return self._fields(read_values, Rows(values, statistics, tops), target), self._rows(self.number)
 
 
-def logits_statistics(rows: DivergenceRows, logits: TwoLogits) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, statistics, tops) of both logits, as ``DivergenceRows.statistics`` of heads."""
+def logits_statistics(rows: FieldRows, logits: TwoLogits) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, statistics, tops) of both logits, as ``FieldRows.statistics`` of heads."""
     (input, teacher_input, target, classes, _), spec = logits, rows.spec
     if classes is not None and spec.reads("log_prob") and transforms.can_read(target):
         checks.index_values(target, None, classes, input.shape[-1], spec.options.ignore_index)
@@ -195,7 +202,7 @@ def factor_of_classes(classes: Tensor | None, number: int) -> Tensor | None:
     return None if classes is None or transforms.can_read(classes) else nan_unless_different(classes, number)
 
 
-class TokenFields(DivergenceRows):
+class TokenFields(FieldRows):
     """The divergences of tokens themselves, for a caller that differentiates them."""
 
     def __init__(
@@ -222,7 +229,7 @@ class TokenFields(DivergenceRows):
         return TokenDivergences(*found)
 
 
-class DivergenceFunction(DivergenceRows, UserFunction):
+class DivergenceFunction(FieldRows, UserFunction):
     """A user's function of TokenDivergences. ``spec`` gets the fields that it reads."""
 
     recorder = _Recorder

@@ -124,16 +124,14 @@ def linear_distillation_token_loss(
     heads = bind_all()
     checks.reduction(reduction, ("mean", "sum"))
     arguments.boolean("check", check)
-    heads = heads._replace(student=heads.student.in_autocast_dtype().as_sum())
+    heads = heads._replace(student=heads.student.in_autocast_dtype())
     (call, given, spec), (tensors, keywords) = heads, heads.operator_arguments()
     check_call_of("linear_divergences_forward", *tensors, given.classes, **keywords, **spec.keywords())
-    head = call.head
-    learned, dtype = (call.input, head.weight, head.bias), accumulator(call.input)
+    call, head, dtype = call.as_sum(), call.head, accumulator(call.input)
+    divisor = _divisor(call.divisor, given.classes, given.teacher_weight.shape[0], dtype)
+    call = call._replace(divisor=divisor, head=head._replace(shard_range=(0, spec.num_classes)))
+    learned = (call.input, head.weight, head.bias)
     function = DivergenceFunction(fn, rows, call.target, has_target, dtype, learned, spec, given)
-    call = call._replace(
-        head=head._replace(shard_range=(0, spec.num_classes)),
-        divisor=_divisor(call.divisor, given.classes, given.teacher_weight.shape[0], dtype),
-    )
     if given.classes is not None and transforms.can_read(given.classes):  # the row operators of a chunk read none
         distillation_checks.class_values(given.classes, given.teacher_weight.shape[0])
         if function.spec.reads("log_prob"):

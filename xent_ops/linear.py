@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .kernels.options import HeadProducts, Reduction
-from .linear_call import bind, cross_entropy, placed, statistics_of_head
+from .linear_call import LinearCall, bind, cross_entropy_of_head, statistics_of_head
 from .ops import arguments, checks, transforms
-from .ops.dtensors import only_plain_tensors
+from .ops.dtensors import is_dtensor, only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.linear import composite
 from .outputs import CrossEntropyOutputs, TokenLogProbs, log_probs_of_rows, outputs_of_rows
@@ -111,12 +111,16 @@ def linear_cross_entropy(
     raw_options = (ignore_index, label_smoothing, softcap, logit_scale, lse_square_scale, reduction)
     raw_chunking = (accumulate_dtype, chunk_rows, skip_ignored, logits_dtype, products, batch_invariant)
     head_args = (input, linear_weight, target, linear_bias, weight, raw_options, raw_chunking, divisor, token_weight)
+
+    def bind_call() -> LinearCall:
+        return bind(*head_args)
+
     if shard is not None:
         from .distributed import linear as over_ranks  # this import is slow
 
-        return over_ranks.cross_entropy(shard, lambda: bind(*head_args))
+        return over_ranks.cross_entropy(shard, bind_call)
     transforms.refuse("xent_ops.linear_cross_entropy")
-    return cross_entropy(placed(bind(*head_args)))
+    return cross_entropy_of_head(_placed(bind_call()))
 
 
 @arguments.named
@@ -224,5 +228,14 @@ def linear_token_log_probs(
 
         return over_ranks.token_log_probs(shard, lambda: bind(*head_args, several=True))
     transforms.refuse("xent_ops.linear_token_log_probs")
-    call = placed(bind(*head_args, several=True)).in_autocast_dtype()
+    call = _placed(bind(*head_args, several=True)).in_autocast_dtype()
     return log_probs_of_rows(*statistics_of_head(call, with_entropy=True), call.ids, call.loss.row_options.ignore_index)
+
+
+def _placed(call: LinearCall) -> LinearCall:
+    head, others = call.head, (call.target, call.token_weight, call.divisor)
+    if not is_dtensor(call.input, head.weight, head.bias, head.class_weight, *others):
+        return call
+    from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
+
+    return layout.placed(call)

@@ -11,7 +11,6 @@ from .head.loop import HeadSlice
 from .kernels.options import LossOptions, RowOptions
 from .kernels.reference import accumulator
 from .ops import arguments, checks, transforms
-from .ops.dtensors import is_dtensor, refuse_beside_plain
 from .ops.formulas import differentiable
 from .ops.library import check_call_of
 from .ops.linear import composite
@@ -40,22 +39,12 @@ class LinearCall(NamedTuple):
             return self  # copying the records would take Dynamo 6 ms
         return self._replace(input=input, head=self.head._replace(weight=weight, bias=bias))
 
-    def with_exact_logits(self) -> LinearCall:
-        """For a loss that compares two models: float32 logits of 16-bit inputs, unless the caller chose a dtype.
-
-        Two near models differ by less than the rounding of their logits to 16 bits.
-        """
-        if self.head.chunking.logits_dtype is not None:
-            return self
-        chunking = self.head.chunking._replace(logits_dtype=accumulator(self.input))
-        return self._replace(head=self.head._replace(chunking=chunking))
-
     def as_sum(self) -> LinearCall:
         """Turn a mean into a sum with a divisor: the number of counted rows, or the sum of their weights."""
         if self.loss.reduction != "mean":
             return self
-        ignore_index, dtype = self.loss.row_options.ignore_index, accumulator(self.input)
-        divisor = rows_counted(self.target, self.token_weight, ignore_index, dtype)
+        ignore_index = self.loss.row_options.ignore_index
+        divisor = rows_counted(self.target, self.token_weight, ignore_index, accumulator(self.input))
         return self._replace(divisor=divisor, loss=self.loss._replace(reduction="sum"))
 
 
@@ -76,6 +65,7 @@ def bind(
     token_weight: Any = None,
     *,
     several: bool = False,  # the target may be (..., K)
+    two_models: bool = False,  # near ones differ by less than the rounding of logits to 16 bits: float32 by default
 ) -> LinearCall:
     """Refuse values that are wrong on any device. The operators refuse tensors that do not fit together."""
     arguments.linear(input, linear_weight, target, linear_bias, class_weight)
@@ -86,6 +76,8 @@ def bind(
     if token_weight is not None:
         arguments.required("token_weight", token_weight)
     accumulate_dtype, chunking = arguments.chunks(*raw_chunking)
+    if two_models and chunking.logits_dtype is None:
+        chunking = chunking._replace(logits_dtype=accumulator(input))
     if target.is_floating_point() and target.dim() == input.dim():
         raise TypeError(
             f"target has shape {tuple(target.shape)} and dtype {target.dtype}: class probabilities need all "
@@ -94,24 +86,6 @@ def bind(
     checks.constant("weight", class_weight)
     head = HeadSlice(linear_weight, linear_bias, class_weight, accumulate_dtype=accumulate_dtype, chunking=chunking)
     return LinearCall(target, input, head, loss, divisor, token_weight, ids)
-
-
-def placed(call: LinearCall) -> LinearCall:
-    """The call. Beside a DTensor input, targets and weights are DTensors too."""
-    head = call.head
-    if not is_dtensor(
-        call.input, head.weight, call.target, head.bias, head.class_weight, call.token_weight, call.divisor
-    ):
-        return call
-    others = {"target": call.target, "token_weight": call.token_weight, "divisor": call.divisor}
-    if not is_dtensor(call.input, head.weight, head.bias):
-        refuse_beside_plain("input and linear_weight are", weight=head.class_weight, **others)
-    from .distributed.on_dtensors import layout  # for DTensors only: this import is slow
-
-    at = layout.of_head(call.input, head.weight, head.bias)
-    target, token_weight, ids = at.beside(call.target, call.token_weight, call.ids)
-    head = head._replace(class_weight=at.whole(head.class_weight))
-    return call._replace(target=target, head=head, token_weight=token_weight, ids=ids)
 
 
 def refuse_call(call: LinearCall) -> None:
@@ -130,7 +104,7 @@ def refuse_call(call: LinearCall) -> None:
             checks.index_values(None, call.ids, None, head.weight.shape[0], options.ignore_index)
 
 
-def cross_entropy(call: LinearCall) -> Tensor:
+def cross_entropy_of_head(call: LinearCall) -> Tensor:
     """The loss for plain tensors and class indices. Tracers see one operator; in eager its checks were made."""
     head, chunking = call.head, call.head.chunking.keywords()
     args = (call.input, head.weight, call.target, head.bias, head.class_weight, call.divisor, call.token_weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from .ops.linear import composite
 from .ops.linear.chunk import with_gradients
 from .outputs import TokenLogProbs, log_probs_of_rows
 from .token_probe import FieldRecorder
-from .user_function import TokenRows, UserFunction, Values
+from .user_function import DerivedRows, TokenRows, UserFunction, Values
 
 
 class _Recorder(FieldRecorder):
@@ -95,7 +96,7 @@ class TokenFunction(UserFunction):
         return {**fields, "entropy": entropy.clone()} if self.reads_entropy else fields
 
 
-def loss_of_tokens(call: LinearCall, function: TokenRows) -> Tensor:
+def loss_of_tokens(call: LinearCall, function: DerivedRows) -> Tensor:
     """A sum over the tokens, for plain tensors."""
     head, input = call.head, call.input
     # Exceptions: an exported program with the derivative of fn fails when it runs. If the
@@ -131,25 +132,16 @@ def loss_by_chunks(
     values: Values = []
     inputs, count, packed = function.inputs(input), None, None
     if head.chunking.skip_ignored:
-        packed = packing.order_of_counted(target, loss.row_options.ignore_index, transforms.is_traced())
+        packed = packing.order_of_counted(target, function.ignore_index, transforms.is_traced())
     if packed is not None:
         inputs = tuple([packed.pack(rows.detach()) for rows in inputs])
         target, count = packed.indices(), packed.count
         function.arrange(packed.pack, packed.number)
     parts = ranks.world if scattered else 1
-    grads = loop.run_loop(
-        function.steps(head, loss, function.upstream_of_parts(parts, split, values), ranks),
-        inputs,
-        target,
-        head,
-        ranks,
-        output_mask,
-        loss.row_options.ignore_index,
-        ids=function.ids(parts),
-        count=count,
-        shares=None if split.shares is None else split.shares.reshape(parts, -1),
-        scattered=scattered,
-    )
+    steps = function.steps(head, loss, function.upstream_of_parts(parts, split, values), ranks)
+    row_args: dict[str, Any] = {"ids": function.ids(parts), "count": count, "scattered": scattered}
+    row_args["shares"] = None if split.shares is None else split.shares.reshape(parts, -1)
+    grads = loop.run_loop(steps, inputs, target, head, ranks, output_mask, function.ignore_index, **row_args)
     if packed is not None and output_mask[0]:
         grads = grads._replace(input=packed.unpack(grads.input).view(input.shape))
     if loss.reduction == "none":

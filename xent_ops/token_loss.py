@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .kernels.options import HeadProducts, TokenReduction
 from .kernels.reference import accumulator
-from .linear_call import bind, placed, refuse_call, rows_counted, statistics_of_head
+from .linear_call import bind, refuse_call, rows_counted, statistics_of_head
 from .ops import arguments, checks, transforms
 from .ops.arguments import classes_last
 from .ops.dtensors import is_dtensor, only_plain_tensors
@@ -113,7 +113,7 @@ def linear_token_loss(
 
         if call.ids is not None:
             raise NotImplementedError(f"{name} of DTensors takes one class a row, not ids (..., K)")
-        return over_ranks.of_dtensors(placed(call), fn, rows, check)
+        return over_ranks.of_dtensors(call, fn, rows, check)
     call = call.in_autocast_dtype().as_sum()
     ignore_index = call.loss.row_options.ignore_index
     refuse_call(call)

@@ -24,13 +24,13 @@ from .ops.dtensors import only_plain_tensors
 from .ops.formulas import differentiable
 from .ops.token_logits import at_least_one_class, target_and_ids
 from .token_function import loss_of_tokens
-from .user_function import TokenRows, Values
+from .user_function import DerivedRows, Values
 
 if TYPE_CHECKING:
     from .distributed.bound import Shard
 
 
-class TopKLoss(TokenRows):
+class TopKLoss(DerivedRows):
     """The loss of each row, from x of its ids and an lse. Its rows are the probabilities, and weights of tokens."""
 
     def __init__(
@@ -178,13 +178,13 @@ def linear_top_k_distillation_loss(
     def bind_call() -> LinearCall:
         check_teacher(input, ids, probs, tail, ignore_index)
         head_args = (input, linear_weight, ids, linear_bias, None)
-        call = bind(*head_args, raw_options, raw_chunking, divisor, token_weight, several=True)
-        return call.with_exact_logits()
+        row_args = (raw_options, raw_chunking, divisor, token_weight)
+        return bind(*head_args, *row_args, several=True, two_models=True)
 
     if shard is not None:
         from .distributed import token_loss as over_ranks  # this import is slow
 
-        return over_ranks.top_k_distillation(shard, bind_call, probs, tail)
+        return over_ranks.top_k_distillation(shard, bind_call, bind_loss, probs, tail)
     only_plain_tensors("xent_ops.linear_top_k_distillation_loss", *tensors)
     call = bind_call().in_autocast_dtype()
     refuse_call(call)

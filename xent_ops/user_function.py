@@ -41,7 +41,7 @@ class _Agreed(NamedTuple):
 
 
 class TokenRows:
-    """Tensors that a loss reads beside the statistics of tokens. Its subclasses are the losses of token_function.py.
+    """Tensors that a loss reads beside the statistics of tokens, and what the loop of token_function.py asks of it.
 
     ``rows`` are tensors (target's shape, *). If a token has several classes, ``ids``, they are the last of the rows.
     """
@@ -53,8 +53,6 @@ class TokenRows:
     # (parts, the loss's divisors and factors, values) to the function that the loop calls between a chunk's statistics
     # and its gradient. ``values`` gets the numbers of each chunk's tokens and their targets.
     upstream_of_parts: Callable[[int, Split, Values], Callable[..., Any]]
-    # (*the statistics of all rows, target) to (N,), the numbers of all tokens, any in ignored rows. Differentiable.
-    all_values: Callable[..., Tensor]
 
     def __init__(
         self, rows: list[Tensor], target: Tensor, ignore_index: int, dtype: torch.dtype, ids: Tensor | None
@@ -65,10 +63,6 @@ class TokenRows:
 
     def agreed(self) -> _Agreed:
         return _Agreed(self.rows, self.read)
-
-    def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
-        """Of all rows, for ``all_values``."""
-        return statistics_of_head(call, self.reads_entropy, self.mask_ids)
 
     def inputs(self, input: Tensor) -> tuple[Tensor, ...]:
         """Those of all heads, with the same rows."""
@@ -95,7 +89,18 @@ class TokenRows:
         return [row.reshape(*shape, *tail) for row, tail in zip(self.rows, self._token_shapes, strict=True)]
 
 
-class UserFunction(TokenRows):
+class DerivedRows(TokenRows):
+    """Rows of which autograd can derive the loss too, of all at once."""
+
+    # (*the statistics of all rows, target) to (N,), the numbers of all tokens, any in ignored rows. Differentiable.
+    all_values: Callable[..., Tensor]
+
+    def statistics(self, call: LinearCall) -> tuple[Tensor, ...]:
+        """Of all rows, for ``all_values``."""
+        return statistics_of_head(call, self.reads_entropy, self.mask_ids)
+
+
+class UserFunction(DerivedRows):
     """A user's function. A call on two tokens of zeros shows which fields it reads and that it returns two numbers.
 
     If one of ``learned``, the head's tensors, requires grad, its value must too.

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..linear_call import LinearCall
 from ..ops import transforms
 from ..ops.contract import Shape
+from ..ops.dtensors import is_dtensor, refuse_beside_plain
 from .groups import Ranks, ranks_of
 from .parts import all_reduce, share_of_rank
 
@@ -191,6 +193,18 @@ def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) ->
             )
     rows = [Replicate() if dim in split else placement for dim, placement in enumerate(input.placements)]
     return of_rows(mesh, rows, input.shape[:-1], split, linear_weight.shape[0])
+
+
+def placed(call: LinearCall) -> LinearCall:
+    """A call that has DTensors. Beside a DTensor input, targets and weights are DTensors too."""
+    head = call.head
+    if not is_dtensor(call.input, head.weight, head.bias):
+        others = {"target": call.target, "token_weight": call.token_weight, "divisor": call.divisor}
+        refuse_beside_plain("input and linear_weight are", weight=head.class_weight, **others)
+    at = of_head(call.input, head.weight, head.bias)
+    target, token_weight, ids = at.beside(call.target, call.token_weight, call.ids)
+    head = head._replace(class_weight=at.whole(head.class_weight))
+    return call._replace(target=target, head=head, token_weight=token_weight, ids=ids)
 
 
 def _is_valid(placement: Placement) -> bool:

@@ -26,7 +26,6 @@ from ..head.loop import HeadSlice
 from ..head.products import concatenated
 from ..kernels import reductions, reference
 from ..kernels.options import Chunking, LossOptions, as_record
-from ..linear_call import LinearCall
 from ..ops import transforms
 from ..ops.contract import Call, Shape
 from ..ops.dtensors import not_of_dtensors, takes_rows
@@ -94,8 +93,8 @@ def _layout_of(call: Call) -> Layout:
     if hasattr(call, "linear_weight"):
         return layout.of_head(call.input, call.linear_weight, call.linear_bias)
     if hasattr(call, "logits") or hasattr(call, "grad"):
-        return layout.of_logits(call[0] if hasattr(call, "grad") else call.logits)
-    rows = call[0]  # losses, or ids
+        return layout.of_logits(call.grad if hasattr(call, "grad") else call.logits)
+    rows = call.loss if hasattr(call, "loss") else call.ids
     if not isinstance(rows, DTensor):
         raise TypeError("an argument of an operator is a DTensor but its rows are not; both must be, or neither")
     return layout.of_rows(rows.device_mesh, list(rows.placements), call.primary.shape[:-1])
@@ -273,9 +272,9 @@ def _head_with_grad(name: str, at: Layout, call: Call) -> Any:
     chunking = Chunking(**{field: values[field] for field in Chunking._fields})
     head_args = (values["weight"], (values["class_start"], at.num_classes), call.accumulate_dtype, chunking)
     head = HeadSlice(call.linear_weight, call.linear_bias, *head_args)
-    linear = LinearCall(target, call.input, head, loss, call.divisor, token_weight)
     loop_args = (at.ranks.for_batches(call.batch_invariant), Split(divisors, token_weight), call.output_mask)
-    rows, _, gradients = rows_and_gradients(linear, *loop_args, sum_over_ranks=False)
+    row_args = (call.input, target, token_weight, head, loss)
+    rows, _, gradients = rows_and_gradients(*row_args, *loop_args, sum_over_ranks=False)
     row_loss, lse, _ = (concatenated(values)[: target.numel()].view(target.shape) for values in zip(*rows, strict=True))
     reduced = reductions.reduce_rows(row_loss, lse, target, divisors, loss._replace(reduction="mean"), token_weight)
     empty, no_argmax = row_loss.new_empty(0), target.new_empty(0, dtype=torch.int64)

@@ -87,8 +87,8 @@ def pipelined_loss(call: LinearCall, ranks: Ranks) -> tuple[Tensor, list[RowValu
     if class_weights is not None and input.dtype == torch.float16:
         row_weight = _summed_class_weights(class_weights, head, ranks, options)
     split = float16.split_loss(input.dtype, divisors, target, token_weight, loss=options, row_weight=row_weight)
-    call = call._replace(target=target, token_weight=token_weight)
-    row_values, chunk_args, gradients = rows_and_gradients(call, ranks, split, loop.wanted_gradients(input, head))
+    loop_args = (input, target, token_weight, head, options, ranks, split, loop.wanted_gradients(input, head))
+    row_values, chunk_args, gradients = rows_and_gradients(*loop_args, scattered=split_dim is not None)
     all_rows = RowValues(*(concatenated(values) for values in zip(*row_values, strict=True)))
     targets, *weights = (concatenated(values) for values in zip(*chunk_args, strict=True))
     value = reduced(all_rows, targets, options, divisor, *weights)
@@ -96,22 +96,27 @@ def pipelined_loss(call: LinearCall, ranks: Ranks) -> tuple[Tensor, list[RowValu
 
 
 def rows_and_gradients(
-    call: LinearCall,  # its target and token weights in the order of the ranks' inputs
+    input: Tensor,
+    target: Tensor,  # in the order of the ranks' inputs
+    token_weight: Tensor | None,
+    head: HeadSlice,
+    options: LossOptions,
     ranks: Ranks,
     split: float16.Split,
     output_mask: Sequence[bool],
+    *,
+    scattered: bool = False,
     sum_over_ranks: bool = True,
 ) -> tuple[list[RowValues], list[tuple[Tensor, ...]], HeadGradients]:
     """(values of each chunk's rows, their targets and token weights if there are some, gradients of all rows).
 
-    ``output_mask``, ``sum_over_ranks``: as in head/loop.py.
+    ``output_mask``, ``scattered``, ``sum_over_ranks``: as in head/loop.py.
     """
-    head, options, scattered = call.head, call.loss, call.sequence_dim is not None
     parts = ranks.world if scattered else 1
     one, dtype = split.divisors.new_ones(()), split.divisors.dtype
     token_weight, weights_of_chunks, shares = (
         None if rows is None else rows.to(dtype).reshape(parts, -1)
-        for rows in (call.token_weight, None if split.shares is None else split.token_weight, split.shares)
+        for rows in (token_weight, None if split.shares is None else split.token_weight, split.shares)
     )
     row_values: list[RowValues] = []
     chunk_args: list[tuple[Tensor, ...]] = []
@@ -127,7 +132,7 @@ def rows_and_gradients(
 
     collectives = Collectives(ranks)
     steps = loop.CrossEntropySteps(head, options, upstream, collectives)
-    loop_args = (steps, (call.input,), call.target, head, collectives, output_mask)
+    loop_args = (steps, (input,), target, head, collectives, output_mask)
     layout: dict[str, Any] = {"scattered": scattered, "sum_over_ranks": sum_over_ranks, "shares": shares}
     return row_values, chunk_args, loop.run_loop(*loop_args, options.row_options.ignore_index, **layout)
 

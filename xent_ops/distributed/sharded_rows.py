@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,43 +28,23 @@ class RowValues(NamedTuple):
 
 def sharded_rows(call: LinearCall, ranks: Ranks, with_entropy: bool = False) -> tuple[RowValues, Tensor, Tensor]:
     """(the values of each row, with ids x of them for a loss; entropies; lse_low), in the order of ``by_ranks``."""
-    input, split = call.input, call.sequence_dim
-    weight, bias, class_weight, shard_range, accumulate_dtype, chunking = call.head
-    target, ids = by_ranks(call.target, split, ranks), by_ranks(call.ids, split, ranks)
-    options = {**chunking.keywords(), **call.loss.row_options.keywords()}
+    input, split, head = call.input, call.sequence_dim, call.head
+    values: dict[str, Any] = {"linear_weight": head.weight, "linear_bias": head.bias, "weight": head.class_weight}
+    values |= {"target": by_ranks(call.target, split, ranks), "ids": by_ranks(call.ids, split, ranks)}
+    options = {**head.chunking.keywords(), **call.loss.row_options.keywords(), "with_entropy": with_entropy}
+    options["class_start"], options["num_classes"] = head.shard_range
     gathered_input = None  # (ranks, *input.shape)
     if split is not None:
         gathered_input = all_gather(input.detach().unsqueeze(0).contiguous(), ranks)
     rows = input if gathered_input is None else gathered_input
-    statistics = below_autograd(
-        _ops.linear_cross_entropy_shard.default,
-        rows.detach(),
-        weight.detach(),
-        target,
-        *shard_range,
-        None if bias is None else bias.detach(),
-        class_weight,
-        with_entropy,
-        ids,
-        **options,
-    )
+    constants = {name: value if value is None else value.detach() for name, value in {**values, "input": rows}.items()}
+    statistics = below_autograd(_ops.linear_cross_entropy_shard.default, **constants, **options)
+    values |= {"input": input, "gathered": all_gather(statistics, ranks), "gathered_input": gathered_input}
+    options |= {"accumulate_dtype": head.accumulate_dtype, "group_name": ranks.name if ranks.world > 1 else ""}
     row_loss, lse, target_weight, _, entropy, lse_low, at_ids = _ops.linear_cross_entropy_shard_join(
-        input,
-        weight,
-        target,
-        all_gather(statistics, ranks),
-        *shard_range,
-        bias,
-        class_weight,
-        gathered_input,
-        with_entropy,
-        ids,
-        accumulate_dtype=accumulate_dtype,
-        group_name=ranks.name if ranks.world > 1 else "",
-        in_rank_order=ranks.in_rank_order,
-        **options,
+        **values, **options, in_rank_order=ranks.in_rank_order
     )
-    return RowValues(row_loss if ids is None else at_ids, lse, target_weight), entropy, lse_low
+    return RowValues(row_loss if call.ids is None else at_ids, lse, target_weight), entropy, lse_low
 
 
 def reduced(

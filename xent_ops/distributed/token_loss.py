@@ -17,8 +17,7 @@ from ..kernels.reference import accumulator
 from ..linear_call import LinearCall, statistics_of_head
 from ..ops import arguments, checks, transforms
 from ..token_function import TokenFunction, loss_by_chunks
-from ..top_k_distillation import bind_loss
-from ..user_function import Function, TokenRows, UserFunction
+from ..user_function import DerivedRows, Function, UserFunction
 from . import on_dtensors
 from .bound import Shard, bind_shard, over_ranks
 from .groups import Ranks
@@ -55,17 +54,20 @@ def token_loss(shard: Shard, bind_call: Callable[[], LinearCall], fn: Function, 
     return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)
 
 
-def top_k_distillation(shard: Shard, bind_call: Callable[[], LinearCall], probs: Tensor, tail: bool) -> Tensor:
+def top_k_distillation(
+    shard: Shard, bind_call: Callable[[], LinearCall], bind_loss: Callable[..., Any], probs: Tensor, tail: bool
+) -> Tensor:
     def bind_all(ranks: Ranks) -> _TopK:
         call = bind_call()
         checks.reduction(call.loss.reduction, ("mean", "sum"))
         return _TopK(bind_shard(call, ranks, shard, by_chunks=True), probs, tail)
 
     bound, ranks = over_ranks("linear_top_k_distillation_loss", shard, bind_all)
-    return loss(*bind_loss(*bound), ranks.for_batches(bound.call.head.chunking.batch_invariant))
+    call, function = bind_loss(*bound)
+    return loss(call, function, ranks.for_batches(call.head.chunking.batch_invariant))
 
 
-def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = False) -> Tensor:
+def loss(call: LinearCall, function: DerivedRows, ranks: Ranks, check: bool = False) -> Tensor:
     ordered = arrange(call, function, ranks)
 
     def of_rows() -> tuple[Tensor, ...]:
@@ -83,7 +85,7 @@ def loss(call: LinearCall, function: TokenRows, ranks: Ranks, check: bool = Fals
 
 def of_dtensors(call: LinearCall, fn: Function, rows: Any, check: bool) -> Tensor:
     """``xent_ops.linear_token_loss`` of DTensors, a DTensor. ``fn`` sees the tokens of this rank."""
-    call = call.in_autocast_dtype()
+    call = on_dtensors.layout.placed(call).in_autocast_dtype()
     tensors: Any = (call.input, call.head.weight, call.head.bias, call.target)
     input, weight, bias, target = tensors
     at = on_dtensors.layout.of_head(input, weight, bias)

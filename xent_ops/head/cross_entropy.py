@@ -93,32 +93,23 @@ def linear_cross_entropy_backward(
     rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
     indices = rows.indices()
     grads = [None if tensor is None else rows.pack_grads(tensor) for tensor in (*upstream, grad_entropy)]
-    lses, entropies, lse_coefficients, lse_lows = (
-        None if tensor is None else rows.pack(tensor) for tensor in (lse, entropy, lse_coefficient, lse_low)
+    statistics = {"lse": lse, "lse_low": lse_low, "entropy": entropy, "lse_coefficient": lse_coefficient}
+    row_values = {name: None if tensor is None else rows.pack(tensor) for name, tensor in statistics.items()}
+    factors, row_grads = float16.split_grads(
+        input.dtype, grads, indices, options, weight, row_values["lse_coefficient"]
     )
-    factors, row_grads = float16.split_grads(input.dtype, grads, indices, options, weight, lse_coefficients)
+    row_values |= zip(("grad_loss", "grad_lse", "grad_entropy"), row_grads, strict=True)
+    row_values["target"] = indices
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
-    slice_args = (class_start, num_classes, products.grad_dtype)
+    keywords |= {"class_start": class_start, "num_classes": num_classes, "grad_dtype": products.grad_dtype}
 
-    def visit(
-        logits: Tensor,
-        target: Tensor,
-        grad_loss: Tensor,
-        grad_lse: Tensor | None,
-        grad_entropy: Tensor | None,
-        lse: Tensor,
-        entropy: Tensor | None,
-        lse_coefficient: Tensor | None,
-        lse_low: Tensor | None,
-    ) -> Sequence[Tensor]:
-        entropy_args = (grad_entropy, entropy, lse_coefficient)
-        backward_args = (grad_loss, grad_lse, logits, target, lse, weight, None, *entropy_args, *slice_args, lse_low)
-        return products.write("cross_entropy_backward", logits, *backward_args, **keywords)
+    def visit(logits: Tensor, *values: Tensor | None) -> Sequence[Tensor]:
+        row_args = dict(zip(row_values, values, strict=True))
+        return products.write("cross_entropy_backward", logits=logits, weight=weight, **row_args, **keywords)
 
     if any(output_mask):
-        row_values = (*row_grads, lses, entropies, lse_coefficients, lse_lows)
         shares = None if factors is None else factors.shares
-        products.run(visit, indices, *row_values, gradient=True, shares=shares)
+        products.run(visit, *row_values.values(), gradient=True, shares=shares)
     return in_dtype(products.gradients(input.shape, factors), input.dtype)
 
 
@@ -155,11 +146,13 @@ def linear_cross_entropy_with_grad(
     row_factors = [rows.pack(one) if by_row and one is not None else None for one in factors]
     shares = None if shares is None else rows.pack(shares)
     products = backend.products(rows, flat, linear_weight, linear_bias, chunking, output_mask, accumulate_dtype)
-    row_args = (weight, with_argmax, with_entropy, products.grad_dtype)
+    keywords |= {"weight": weight, "with_argmax": with_argmax, "with_entropy": with_entropy}
+    keywords["grad_dtype"] = products.grad_dtype
 
     def visit(logits: Tensor, target: Tensor, *chunk_factors: Tensor | None) -> Sequence[Tensor]:
-        scales = chunk_factors if by_row else factors
-        return products.write("cross_entropy_with_grad", logits, logits, target, *scales, *row_args, **keywords)
+        scale, square = chunk_factors if by_row else factors
+        row_args = {"logits": logits, "target": target, "grad_scale": scale, "grad_lse_square": square}
+        return products.write("cross_entropy_with_grad", **row_args, **keywords)
 
     computed = products.run(visit, rows.indices(), *row_factors, gradient=True, shares=shares)
     statistics = unpack_statistics(rows, computed, skipped_values(with_argmax, with_entropy), target, None)

@@ -38,7 +38,11 @@ from .loop import ChunkLogits, HeadSlice, OneRank, RowRange
 
 _ops = torch.ops.xent
 _NO_SHARE = float("-inf")  # the logarithm of the share of a slice without probability
-_AGAIN = {"mixture": 3, "overlap": 4}  # of the second visit: the statistic that each value comes with
+_AGAIN = {"mixture": "mixture_kl", "overlap": "lower_mass"}  # of the second visit: each value, and its statistic
+_STATISTICS = (  # in the order of kernels/reference_divergences.py
+    *("lse", "teacher_lse", "student_kl", "mixture_kl", "lower_mass"),
+    *("hard_lse", "lse_of_all", "low", "teacher_low", "hard_low", "low_of_all"),
+)
 _TOPS = ("top", "top_class", "teacher_top", "teacher_top_class")
 
 
@@ -53,13 +57,18 @@ class Rows(NamedTuple):
     """What all ranks know of the rows, with the same bits on each."""
 
     values: Tensor  # (5, n)
-    statistics: Tensor  # (7, n)
+    statistics: Tensor  # (11, n)
     tops: Tensor  # (2, n), or (0,) if they are not wanted
 
 
+def statistics_by_name(statistics: Tensor) -> dict[str, Tensor]:
+    return dict(zip(_STATISTICS, statistics.unbind(), strict=True))
+
+
 def _sent(spec: Divergences, with_tops: bool, with_classes: bool) -> list[str]:
-    """The numbers of a row that a slice packs beside its two lse's."""
-    names = ["low", "teacher_low", *[name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]]
+    """The numbers of a row that a slice packs."""
+    names = ["lse", "teacher_lse", "low", "teacher_low"]
+    names += [name for name in ("kl", "reverse_kl", "log_prob") if spec.reads(name)]
     names += ["hard_lse", "hard_low"] if spec.other_lse() else []
     names += ["lse_of_all", "low_of_all"] if with_classes else []
     return [*names, *(_TOPS if with_tops else ()), *(("covers_top",) if with_tops and with_classes else ())]
@@ -78,8 +87,7 @@ def slice_statistics(
     row_args, width = (logits, teacher.logits, target, None, None, class_start), logits.shape[1]
     values, statistics = _ops.divergences_forward(*row_args, **spec.keywords())
     number = values.new_full((), teacher.all_logits.shape[1])
-    of = dict(zip(FIELDS, values, strict=True)) | {"hard_lse": statistics[5], "hard_low": statistics[9]}
-    of |= {"low": statistics[7], "teacher_low": statistics[8]}
+    of = statistics_by_name(statistics) | dict(zip(FIELDS, values.unbind(), strict=True))
     if teacher.lse is not None:
         of["lse_of_all"], of["low_of_all"] = teacher.lse
     if spec.reads("log_prob"):
@@ -95,7 +103,7 @@ def slice_statistics(
     if classes is not None:
         number = number * nan_unless_different(classes, teacher.all_logits.shape[1])
     sent = _sent(spec, with_tops, classes is not None)
-    numbers = [statistics[0], statistics[1], *(of[name].to(values.dtype) for name in sent)]
+    numbers = [of[name].to(values.dtype) for name in sent]
     return torch.cat([*numbers, header(class_start, width, number)]).unsqueeze(0)
 
 
@@ -120,11 +128,10 @@ def join(
     starts, sizes = shard_ranges(gathered[:, -HEADER:])
     teacher_sizes, names = gathered[:, -1], _sent(spec, with_tops, with_classes)  # NaN: of classes that do not fit
     tiled = tiles(starts, sizes, spec.num_classes) & ~teacher_sizes.isnan().any()
-    numbers = gathered[:, :-HEADER].view(gathered.shape[0], 2 + len(names), target.shape[0])
-    slice_lse, slice_teacher_lse, *others = numbers.unbind(1)
-    of = dict(zip(names, others, strict=True))
-    (lse, low), log_s = _join_lse(slice_lse, of["low"])
-    (teacher_lse, teacher_low), log_t = _join_lse(slice_teacher_lse, of["teacher_low"])
+    numbers = gathered[:, :-HEADER].view(gathered.shape[0], len(names), target.shape[0])
+    of = dict(zip(names, numbers.unbind(1), strict=True))
+    (lse, low), log_s = _join_lse(of["lse"], of["low"])
+    (teacher_lse, teacher_low), log_t = _join_lse(of["teacher_lse"], of["teacher_low"])
     zero = torch.zeros_like(lse)
     values, hard_lse, hard_low = dict.fromkeys(FIELDS, zero), lse, low
     if "hard_lse" in of:
@@ -140,8 +147,10 @@ def join(
     lse_of_all, low_of_all = teacher_lse, teacher_low
     if with_classes:
         (lse_of_all, low_of_all), _ = _join_lse(of["lse_of_all"], of["low_of_all"])
-    lses, lows = (hard_lse, lse_of_all), (low, teacher_low, hard_low, low_of_all)
-    statistics = torch.stack([lse, teacher_lse, values["reverse_kl"], zero, zero, *lses, *lows])
+    found = {"lse": lse, "teacher_lse": teacher_lse, "student_kl": values["reverse_kl"], "hard_lse": hard_lse}
+    found |= {"low": low, "teacher_low": teacher_low, "hard_low": hard_low}
+    found |= {"lse_of_all": lse_of_all, "low_of_all": low_of_all}
+    statistics = torch.stack([found.get(name, zero) for name in _STATISTICS])
     found_tops = gathered.new_empty(0)
     if with_tops:
         order = starts * len(starts) + torch.arange(len(starts), device=starts.device)  # empty slices too have a place
@@ -183,7 +192,8 @@ def second_sums(
         return None
     slice_args = (logits, teacher_logits, target, None, rows.statistics, class_start)
     values, statistics = _ops.divergences_forward(*slice_args, **spec.keywords())
-    parts = [(values[FIELDS.index(name)], statistics[row]) for name, row in _AGAIN.items() if spec.reads(name)]
+    of, sums = dict(zip(FIELDS, values.unbind(), strict=True)), statistics_by_name(statistics)
+    parts = [(of[name], sums[statistic]) for name, statistic in _AGAIN.items() if spec.reads(name)]
     return torch.cat([number for part in parts for number in part]).unsqueeze(0)
 
 
@@ -191,11 +201,11 @@ def add_second_sums(rows: Rows, gathered: Tensor, spec: Divergences) -> Rows:
     """Add the sums of all ranks, (ranks, 4 n)."""
     names = [name for name in _AGAIN if spec.reads(name)]
     sums = iter(gathered.view(gathered.shape[0], 2 * len(names), rows.values.shape[1]).sum(0).unbind())
-    values, statistics = list(rows.values.unbind()), list(rows.statistics.unbind())
+    values = dict(zip(FIELDS, rows.values.unbind(), strict=True))
+    statistics = statistics_by_name(rows.statistics)
     for name in names:
-        values[FIELDS.index(name)] = values[FIELDS.index(name)] + next(sums)
-        statistics[_AGAIN[name]] = next(sums)
-    return rows._replace(values=torch.stack(values), statistics=torch.stack(statistics))
+        values[name], statistics[_AGAIN[name]] = values[name] + next(sums), next(sums)
+    return rows._replace(values=torch.stack([*values.values()]), statistics=torch.stack([*statistics.values()]))
 
 
 Upstream = Callable[[Rows, RowRange], Tensor]  # to the gradients of the values, (5, n)

@@ -207,9 +207,9 @@ def linear_divergences_backward(
     def visit(
         logits: Tensor, teacher_logits: Tensor, target: Tensor, grads: Tensor, *statistics: Tensor
     ) -> Sequence[Tensor]:
-        teacher_logits = of_student(teacher_logits, classes)
-        row_args = (grads.t(), logits, teacher_logits, target, torch.stack(statistics), None, products.grad_dtype)
-        return products.write("divergences_backward", logits, *row_args, **spec.keywords())
+        row_args = {"logits": logits, "teacher_logits": of_student(teacher_logits, classes), "target": target}
+        row_args |= {"grad_values": grads.t(), "statistics": torch.stack(statistics)}
+        return products.write("divergences_backward", **row_args, grad_dtype=products.grad_dtype, **spec.keywords())
 
     if any(output_mask):
         values = [rows.pack(value) for value in statistics.unbind()]
@@ -249,9 +249,10 @@ def linear_divergences_with_grad(
     shares = None if shares is None else rows.pack(shares)
 
     def visit(logits: Tensor, teacher_logits: Tensor, target: Tensor, factor: Tensor | None) -> Sequence[Tensor]:
-        row_args = (teacher_logits, target, scale if factor is None else factor, products.grad_dtype)
-        keywords = {**spec.keywords(), "hard_weight": hard_weight}
-        return products.write("divergences_with_grad", logits, logits, *row_args, **keywords)
+        row_args = {"logits": logits, "teacher_logits": teacher_logits, "target": target}
+        row_args["grad_scale"] = scale if factor is None else factor
+        keywords = {**spec.keywords(), "hard_weight": hard_weight, "grad_dtype": products.grad_dtype}
+        return products.write("divergences_with_grad", **row_args, **keywords)
 
     computed = products.run(visit, rows.indices(), factors, gradient=True, shares=shares)
     (row_loss,) = unpack_statistics(rows, computed, (0.0,), target, None)

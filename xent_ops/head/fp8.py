@@ -157,14 +157,14 @@ class Fp8Products(Products):
         if self.head_bias is not None:
             logits.add_(self.head_bias)
 
-    def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    def write(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
         """Store the gradient in both layouts, not over the logits, and add up its products at once."""
-        options = as_record(options)
+        arguments = as_record(arguments)
         if name == "cross_entropy_with_grad":
             row_operator = reference_with_grad.cross_entropy_with_grad
-            return *row_operator(*args, **options, forward=_forward, backward=self._backward), logits
-        self._backward(*args, **options)
-        return (logits,)
+            return *row_operator(**arguments, forward=_forward, backward=self._backward), arguments["logits"]
+        self._backward(**arguments)
+        return (arguments["logits"],)
 
     def _backward(
         self,

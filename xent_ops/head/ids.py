@@ -71,9 +71,10 @@ def token_logits_backward(
         target, row_grads = _ops.row_targets(ids, ignore_index=options.ignore_index), (lse.new_zeros(()), grad_lse)
         if mask_ids:
             _, logits = writer.mask_columns(logits, logits.shape[-1], ids, (class_start, num_classes), options)
-    slice_args = (None, None, grad_entropy, entropy, None, class_start, num_classes, grad_dtype, lse_low)
-    backward_args = (*row_grads, logits, target, lse, *slice_args)
-    (grad_logits,) = writer.write("cross_entropy_backward", logits, *backward_args, **options.keywords())
+    row_args = {"logits": logits, "target": target, "lse": lse, "lse_low": lse_low, "entropy": entropy}
+    row_args |= {"grad_loss": row_grads[0], "grad_lse": row_grads[1], "grad_entropy": grad_entropy}
+    slice_args = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": grad_dtype}
+    (grad_logits,) = writer.write("cross_entropy_backward", **row_args, **slice_args, **options.keywords())
     if mask_ids:  # this lse does not depend on the ids
         lse = torch.full_like(lse, math.inf)
     grad_lse, entropy, grad_entropy = reference.fold_low(lse_low, grad_lse, entropy, grad_entropy)

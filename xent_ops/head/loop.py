@@ -160,22 +160,21 @@ class CrossEntropySteps:
             ids_per_row = 0 if part.ids is None else part.ids.shape[1]
             join_args = (weight, self.with_entropy, options, ids_per_row, self.ranks.in_rank_order)
             rows = shard.join_statistics(gathered, logits, part.target, shard_range, *join_args)
-        grad_loss, grad_lse, grad_entropy, divisors, grad_ids = self.upstream(rows, part)
+        grads = self.upstream(rows, part)
         if not any(output_mask):
             return None
         dtype = None if logits.dtype == self.weight.dtype else self.weight.dtype
-        entropy = None if grad_entropy is None else rows.entropy
-        if grad_ids is not None:
-            assert part.ids is not None
-            ids_args = (grad_ids, grad_lse, grad_entropy, logits, part.ids, rows.at_ids)
-            place: dict[str, Any] = {"class_start": shard_range[0], "num_classes": shard_range[1], "grad_dtype": dtype}
-            place |= {"writer": InPlace(), "target": part.target}
-            token_logits_backward(*ids_args, rows.lse, entropy, rows.lse_low, self.mask_ids, options=options, **place)
+        row_args = {"logits": logits, "target": part.target, "lse": rows.lse, "lse_low": rows.lse_low}
+        row_args |= {"grad_lse": grads.grad_lse, "grad_entropy": grads.grad_entropy}
+        row_args["entropy"] = None if grads.grad_entropy is None else rows.entropy
+        row_args |= {"class_start": shard_range[0], "num_classes": shard_range[1], "grad_dtype": dtype}
+        if grads.grad_ids is not None:
+            ids_args = {"grad_ids": grads.grad_ids, "ids": part.ids, "at_ids": rows.at_ids, "mask_ids": self.mask_ids}
+            token_logits_backward(**ids_args, **row_args, options=options, writer=InPlace())
         else:
-            lse_coefficient = None if weight is None else rows.lse_coefficient
-            row_args = (grad_loss, grad_lse, logits, part.target, rows.lse, weight, divisors, grad_entropy, entropy)
-            slice_args = (lse_coefficient, *shard_range, dtype, rows.lse_low)
-            _ops.cross_entropy_backward_(*row_args, *slice_args, **self.loss.backward_keywords())
+            row_args |= {"grad_loss": grads.grad_loss, "divisors": grads.divisors, "weight": weight}
+            row_args["lse_coefficient"] = None if weight is None else rows.lse_coefficient
+            _ops.cross_entropy_backward_(**row_args, **self.loss.backward_keywords())
         return _ops.linear_grad_input(all_logits, self.weight, output_mask[0], part.counted, after)
 
 

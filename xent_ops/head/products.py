@@ -49,11 +49,11 @@ def _counting() -> Any:
 class InPlace:
     """Row operators write the gradient of logits over the logits."""
 
-    def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """(other results, gradient) of a row operator with an in-place form. ``args`` contain the logits too."""
-        results = getattr(_ops, f"{name}_")(*args, **options)
+    def write(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
+        """(other results, gradient) of a row operator with an in-place form."""
+        results = getattr(_ops, f"{name}_")(**arguments)
         other_results = () if results is None else results if isinstance(results, (tuple, list)) else (results,)
-        return *other_results, logits
+        return *other_results, arguments["logits"]
 
     def write_columns(
         self, gradient: Tensor, dtype: torch.dtype | None, *column_args: Any, options: RowOptions
@@ -72,8 +72,8 @@ class InPlace:
 class OutOfPlace(InPlace):
     """Row operators allocate the gradient of logits."""
 
-    def write(self, name: str, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        results = getattr(_ops, name)(*args, **options)
+    def write(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
+        results = getattr(_ops, name)(**arguments)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
     def mask_columns(

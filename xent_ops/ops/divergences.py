@@ -20,8 +20,9 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor]) -> None:
             "divergences over a slice of the classes have no derivative: call xent::divergences_forward on detached "
             "logits, or use xent_ops.linear_distillation_loss(shard=...)"
         )
-    ctx.mark_non_differentiable(output[1])
-    save_for(ctx, "divergences_backward", call, statistics=output[1])
+    _, statistics = output
+    ctx.mark_non_differentiable(statistics)
+    save_for(ctx, "divergences_backward", call, statistics=statistics)
 
 
 def _backward(ctx: Any, grad_values: Tensor, _: None) -> GradientsByName:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..._private import unless_gone
+from ...ops.library import OPERATORS
 from .last_reader import reached
 
 _SMALLEST_BUDGET = 1e-6
@@ -31,7 +32,8 @@ def _gradients(call: fx.Node) -> list[fx.Node]:
     """
     result_nodes = [call]
     node: Any
-    for node in call.args[4:7]:
+    bound = OPERATORS["attach_gradients"].bind(*call.args)
+    for node in (bound.grad_input, bound.grad_linear_weight, bound.grad_linear_bias):
         while getattr(node.target, "is_view", False):
             result_nodes.append(node)
             node = node.args[0]

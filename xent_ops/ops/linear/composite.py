@@ -51,13 +51,12 @@ def gradients_in_forward(*tensors: Tensor | None) -> bool:
 
 
 def head_with_grad(
-    head: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], *loss_args: Any, **keywords: Any
+    head: tuple[Any, ...], divisor: Tensor | None, token_weight: Tensor | None, /, *other_args: Any, **keywords: Any
 ) -> tuple[Tensor, ...]:
-    """``linear_cross_entropy_with_grad``, with a mask from the head. ``loss_args``: its other arguments."""
+    """``linear_cross_entropy_with_grad``, with a mask from the head."""
     input, linear_weight, _, linear_bias, _ = head
-    output_mask = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
-    args = (*head, *loss_args[:2], output_mask, *loss_args[2:])
-    return differentiable("linear_cross_entropy_with_grad", *args, **keywords)
+    mask = [tensor is not None and tensor.requires_grad for tensor in (input, linear_weight, linear_bias)]
+    return differentiable("linear_cross_entropy_with_grad", *head, divisor, token_weight, mask, *other_args, **keywords)
 
 
 def linear_cross_entropy(

@@ -28,8 +28,9 @@ def _check_values(call: Call) -> None:
 
 
 def _save(ctx: Any, call: Call, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    save_for(ctx, "linear_divergences_backward", call, statistics=output[1])
+    _, statistics, tops = output
+    ctx.mark_non_differentiable(statistics, tops)
+    save_for(ctx, "linear_divergences_backward", call, statistics=statistics)
 
 
 def _backward(ctx: Any, grad_values: Tensor, *_: None) -> GradientsByName:
