@@ -76,7 +76,7 @@ def over_ranks(name: str, shard: Any, bind: Callable[[Ranks], _Record]) -> tuple
     if not isinstance(shard, Shard):
         raise TypeError(f"shard must be xent_ops.distributed.Shard(num_classes, ...) or None, got {type_name(shard)}")
     ranks = ranks_of(shard.group)
-    return consistency.bound(name, shard.group, ranks, lambda: bind(ranks), shard.check), ranks
+    return consistency.bind_and_compare(name, shard.group, ranks, lambda: bind(ranks), shard.check), ranks
 
 
 def bind_shard(

@@ -58,7 +58,7 @@ _TENSORS: dict[str, tuple[str, dict[str, Callable[[Tensor], Any]]]] = {
 }
 
 
-def bound(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record], check: bool) -> _Record:
+def bind_and_compare(name: str, group: Group, ranks: Ranks, bind: Callable[[], _Record], check: bool) -> _Record:
     """The record of this rank's arguments, which ``bind`` returns. It raises every error that this rank can detect by
     itself, with ``check`` also those that depend on data.
 

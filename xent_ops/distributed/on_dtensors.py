@@ -29,7 +29,7 @@ from ..kernels.options import Chunking, LossOptions, as_record
 from ..ops import transforms
 from ..ops.contract import Call, Shape
 from ..ops.dtensors import not_of_dtensors, takes_rows
-from ..ops.formulas import bound, run
+from ..ops.formulas import call_of, run
 from ..ops.launch_cache import SignatureCache
 from ..ops.library import OPERATORS, Operator, returned
 from ..ops.schemas import COMPOSITES
@@ -237,8 +237,8 @@ def _reduced(name: str, at: Layout, call: Call) -> Any:
     if at.vocabulary is None and not at.row_ranks:
         return run(name, call._asdict())
     values = call._asdict() | {"skip_ignored": True}
-    loss, lse, _, _, lse_low = _forward("cross_entropy_forward", at, bound("cross_entropy_forward", values))
-    value, divisors, *_ = _summary("row_summary", at, bound("row_summary", values | {"loss": loss, "lse": lse}))
+    loss, lse, _, _, lse_low = _forward("cross_entropy_forward", at, call_of("cross_entropy_forward", values))
+    value, divisors, *_ = _summary("row_summary", at, call_of("row_summary", values | {"loss": loss, "lse": lse}))
     return value, divisors, lse, lse_low
 
 

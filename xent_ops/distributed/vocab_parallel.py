@@ -121,7 +121,7 @@ def vocab_parallel_cross_entropy(
             checks.target_values(target, shard_range[1], loss.row_options.ignore_index)
         return _Bound(target, logits_shard, weight, shard_range, loss, token_weight, batch_invariant)
 
-    bound = consistency.bound(name, group, ranks, bind_call, check)
+    bound = consistency.bind_and_compare(name, group, ranks, bind_call, check)
     return _loss(bound, ranks.for_batches(bound.batch_invariant))
 
 

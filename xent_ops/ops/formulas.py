@@ -108,7 +108,7 @@ def saved(ctx: Any) -> dict[str, Any]:
     return dict(zip(names, (*ctx.saved_tensors[: len(names) - len(options)], *options), strict=True))
 
 
-def bound(name: str, values: Mapping[str, Any]) -> Call:
+def call_of(name: str, values: Mapping[str, Any]) -> Call:
     """A call of an operator with those of these values that it takes."""
     contract = OPERATORS[name].contract
     return contract.blank(**{argument: values[argument] for argument in contract.arguments if argument in values})
@@ -116,7 +116,7 @@ def bound(name: str, values: Mapping[str, Any]) -> Call:
 
 def run(name: str, values: Mapping[str, Any]) -> Any:
     """Call an operator with the values of its arguments. Other values are ignored."""
-    operator, call = OPERATORS[name].overload, bound(name, values)
+    operator, call = OPERATORS[name].overload, call_of(name, values)
     keywords = {argument: getattr(call, argument) for argument in OPERATORS[name].contract.keyword_only}
     return operator(*call[: len(call) - len(keywords)], **keywords)
 
