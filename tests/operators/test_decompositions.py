@@ -135,6 +135,7 @@ def token_loss(x, head, target):
 
 def distillation(x, head, target):
     how = {"target": target, "beta": 0.5, "temperature": 2.0, "hard_weight": 0.5}
+    how |= {"linear_bias": head[:, 0], "teacher_bias": head[:, 1].detach()}
     return xent_ops.linear_distillation_loss(x, head, x.detach().flip(1), head.detach().flip(0), **how)
 
 
