@@ -233,7 +233,7 @@ class DivergenceFunction(FieldRows, UserFunction):
     """A user's function of TokenDivergences. ``spec`` gets the fields that it reads."""
 
     recorder = _Recorder
-    instead = "plain torch, of the log_softmax of both logits, takes any function"
+    instead = "xent_ops.linear_token_divergences (token_divergences of logits), differentiable, takes any function"
 
     def __init__(
         self,
