@@ -332,6 +332,5 @@ def batch_invariant(products: str | None) -> None:
 
 
 def chunk_rows(number: int | None) -> None:
-    if number is None or (type(number) is int and number >= 1):
-        return
-    check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
+    if number is not None:
+        check_value(number >= 1, lambda: f"chunk_rows must be at least 1, or None for the default, got {number}")
