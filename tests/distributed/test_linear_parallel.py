@@ -83,6 +83,7 @@ def test_values_of_other_losses(pool, device, world, kind, case):
     distillation_token.behaviour,
     distillation_token.draft_vocabulary,
     token_divergences.behaviour,
+    token_divergences.rows_of_float16,
     token_divergences.near_teacher,
     offsets.losses,
     few_classes.without_gradients_and_errors,

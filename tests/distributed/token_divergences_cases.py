@@ -95,6 +95,22 @@ def compiled(device):
         torch.testing.assert_close(torch.autograd.grad(found, (x, w, b)), torch.autograd.grad(loss, (x, w, b)))
 
 
+def rows_of_float16(device):
+    """Rows of one rank weigh 256 times those of another: each rank has the factors of its own rows."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    student, teacher, target = heads_of(torch.float16, (3, 2 * world))
+    (x, w, b), (y, u, c) = leaves(device, "chunk", (student, teacher), 1)
+    more = {"num_classes": V, "linear_bias": b, "teacher_bias": c, "sequence_parallel": True}
+    scale = 256.0 ** (torch.arange(2 * world) // 2 % 2)
+    found = over_ranks.linear_token_divergences(x, w, y, u, target=target.to(device), **more)
+    (made,) = torch.autograd.grad((found.kl * scale.to(device)).sum(), x)
+    whole = [tensor.double().requires_grad_() for tensor in student]
+    wanted = divergences(F.linear(*whole), F.linear(*[tensor.double() for tensor in teacher]), target)
+    (right,) = torch.autograd.grad((torch.where(target == -100, 0.0, wanted.kl) * scale).sum(), whole[0])
+    right = right.chunk(world, 1)[rank]
+    assert (made.double().cpu() - right).norm() < 0.01 * right.norm()
+
+
 def near_teacher(device):
     """Logits that were rounded to bfloat16 changed the gradient by 40 %: fixed losses, token losses, a top k."""
     for dtype, autocast in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)):
