@@ -263,7 +263,7 @@ def uncompiled(monkeypatch):
 
 def test_whole_steps(uncompiled, tmp_path, capsys):
     pytest.importorskip("transformers", reason="transformers is not installed")
-    only = "body,F compiled,xent linear,skipping,use_xent,transformers"
+    only = "body,F compiled,F as a whole,xent linear,skipping,use_xent,transformers"
     results = bench(tmp_path, "model", TINY, "--only", only, "--ignored", "0.75")
     assert statuses(results) == {"ok"} and len(results) == 10
     for name, result in results.items():
