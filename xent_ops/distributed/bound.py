@@ -71,7 +71,7 @@ class Shard(NamedTuple):
     check: bool = False
 
 
-def over_ranks(name: str, shard: Any, bind: Callable[[Ranks], _Record]) -> tuple[_Record, Ranks]:
+def bind_over_ranks(name: str, shard: Any, bind: Callable[[Ranks], _Record]) -> tuple[_Record, Ranks]:
     """What ``bind`` returns, compared between the ranks if the shard says so, and the ranks."""
     if not isinstance(shard, Shard):
         raise TypeError(f"shard must be xent_ops.distributed.Shard(num_classes, ...) or None, got {type_name(shard)}")

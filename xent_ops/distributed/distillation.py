@@ -25,7 +25,7 @@ from ..ops.library import OPERATORS
 from ..outputs import TokenDivergences
 from ..token_function import loss_by_chunks
 from ..user_function import Function, TokenRows
-from .bound import Shard, bind_shard, check_values, over_ranks
+from .bound import Shard, bind_over_ranks, bind_shard, check_values
 from .groups import Ranks
 from .parts import as_target, by_ranks
 from .pipelined import Collectives, arrange
@@ -54,7 +54,7 @@ def fixed_loss(shard: Shard, bind_heads: BindHeads, hard_weight: Any) -> Tensor:
             check_values(heads.student, shard)
         return _Bound(heads, fixed)
 
-    ((call, teacher, _), fixed), ranks = over_ranks("linear_distillation_loss", shard, bind)
+    ((call, teacher, _), fixed), ranks = bind_over_ranks("linear_distillation_loss", shard, bind)
     if call.loss.reduction == "none" and any(loop.wanted_gradients(call.input, call.head)):
         raise NotImplementedError(
             'linear_distillation_loss with a shard has no gradient for reduction="none", whose upstream gradients '
@@ -80,7 +80,7 @@ def token_loss(shard: Shard, bind_heads: BindHeads, fn: Function, rows: Any, has
         _check_values(shard, heads, "log_prob" in function.read)
         return _Bound(heads, function)
 
-    ((call, _, _), function), ranks = over_ranks("linear_distillation_token_loss", shard, bind)
+    ((call, _, _), function), ranks = bind_over_ranks("linear_distillation_token_loss", shard, bind)
     return _loss(call, function, ranks)
 
 
@@ -92,7 +92,7 @@ def token_divergences(shard: Shard, bind_heads: BindHeads, read: tuple[str, ...]
         start = call.head.shard_range[0]
         return _Bound(heads, TokenFields(read, call.target, accumulator(call.input), spec, teacher, start))
 
-    ((call, _, _), rows), ranks = over_ranks("linear_token_divergences", shard, bind)
+    ((call, _, _), rows), ranks = bind_over_ranks("linear_token_divergences", shard, bind)
     of_rows = _Values.apply(call.input, call.head.weight, call.head.bias, call, rows, ranks)
     return rows.divergences(of_rows, call.target)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..linear_call import LinearCall
 from ..outputs import TokenLogProbs, log_probs_of_rows
-from .bound import Shard, bind_shard, over_ranks
+from .bound import Shard, bind_over_ranks, bind_shard
 from .groups import Ranks
 from .parts import as_target, by_ranks
 from .pipelined import pipelined_loss
@@ -20,7 +20,7 @@ from .sharded_rows import RowValues, reduced, sharded_rows
 
 
 def cross_entropy(shard: Shard, bind_call: Callable[[], LinearCall]) -> Tensor:
-    call, ranks = over_ranks("linear_cross_entropy", shard, lambda ranks: bind_shard(bind_call(), ranks, shard))
+    call, ranks = bind_over_ranks("linear_cross_entropy", shard, lambda ranks: bind_shard(bind_call(), ranks, shard))
     return _loss(call, ranks.for_batches(call.head.chunking.batch_invariant))
 
 
@@ -53,7 +53,7 @@ def losses_and_sum(call: LinearCall, ranks: Ranks) -> tuple[Tensor, Tensor | Non
 
 
 def token_log_probs(shard: Shard, bind_call: Callable[[], LinearCall]) -> TokenLogProbs:
-    call, ranks = over_ranks("linear_token_log_probs", shard, lambda ranks: bind_shard(bind_call(), ranks, shard))
+    call, ranks = bind_over_ranks("linear_token_log_probs", shard, lambda ranks: bind_shard(bind_call(), ranks, shard))
     ranks = ranks.for_batches(call.head.chunking.batch_invariant)
     rows, entropy, low = sharded_rows(call, ranks, with_entropy=True)
     ids = by_ranks(call.ids, call.sequence_dim, ranks)

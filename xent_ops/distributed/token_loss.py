@@ -19,7 +19,7 @@ from ..ops import arguments, checks, transforms
 from ..token_function import TokenFunction, loss_by_chunks
 from ..user_function import DerivedRows, Function, UserFunction
 from . import on_dtensors
-from .bound import Shard, bind_shard, over_ranks
+from .bound import Shard, bind_over_ranks, bind_shard
 from .groups import Ranks
 from .parts import shard_range
 from .pipelined import Collectives, arrange, is_pipelined
@@ -50,7 +50,7 @@ def token_loss(shard: Shard, bind_call: Callable[[], LinearCall], fn: Function, 
         learned, dtype = (call.input, call.head.weight, call.head.bias), accumulator(call.input)
         return _Bound(call, TokenFunction(fn, rows, call.target, ignore_index, dtype, call.ids, learned=learned))
 
-    (call, function), ranks = over_ranks("linear_token_loss", shard, bind_function)
+    (call, function), ranks = bind_over_ranks("linear_token_loss", shard, bind_function)
     return loss(call.as_sum(), function, ranks.for_batches(call.head.chunking.batch_invariant), check)
 
 
@@ -62,7 +62,7 @@ def top_k_distillation(
         checks.reduction(call.loss.reduction, ("mean", "sum"))
         return _TopK(bind_shard(call, ranks, shard, by_chunks=True), probs, tail)
 
-    bound, ranks = over_ranks("linear_top_k_distillation_loss", shard, bind_all)
+    bound, ranks = bind_over_ranks("linear_top_k_distillation_loss", shard, bind_all)
     call, function = bind_loss(*bound)
     return loss(call, function, ranks.for_batches(call.head.chunking.batch_invariant))
 

@@ -23,7 +23,7 @@ from ..kernels.options import DEFAULTS
 from ..linear_call import LinearCall
 from ..ops import arguments, checks
 from ..outputs import TopK, top_k_of_rows
-from .bound import Shard, bind_shard, over_ranks
+from .bound import Shard, bind_over_ranks, bind_shard
 from .groups import Ranks
 from .parts import all_gather, all_reduce, as_target, by_ranks
 from .pipelined import Collectives
@@ -138,6 +138,6 @@ def top_k(shard: Shard, bind_call: Callable[[], tuple[LinearCall, int]], target:
         return _Bound(call, number)
 
     with torch.no_grad():
-        (call, k), ranks = over_ranks("linear_top_k", shard, bind)
+        (call, k), ranks = bind_over_ranks("linear_top_k", shard, bind)
         values = _rows(call, k, target is not None, ranks.for_batches(call.head.chunking.batch_invariant))
         return top_k_of_rows(values, target, k, call.loss.row_options.ignore_index)

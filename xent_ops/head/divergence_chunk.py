@@ -1,17 +1,17 @@
 """Divergences of two heads by chunks of rows, for loop.py: all classes, or a rank's slice of both heads' classes.
 
-A chunk of all classes packs its values and statistics, (12, n). For slices the chain rule splits a divergence into a
+A chunk of all classes has the operator's values and statistics. For slices the chain rule splits a divergence into a
 part within the ranks' slices and a part between them. l_r is the student's lse of slice r and u_r the teacher's; l and
 u are the lse's of all classes::
 
     KL(t || s) = sum_r T_r (KL_r + log T_r - log S_r),   log S_r = l_r - l,   log T_r = u_r - u
 
-KL_r is between the two distributions within the slice. A rank packs l_r, u_r, KL_r of both directions, x of the target
-(0 if it is on another rank) and the student's lse at a temperature of one, each only if a value needs it. The mixture
-and the overlap need the lse's of all classes first: a second gather sends their parts, 2 numbers a row for each.
+KL_r is between the two distributions within the slice. A rank packs l_r and u_r; and, each only if a value needs it,
+KL_r of both directions, x of the target (0 if it is on another rank) and the student's lse at a temperature of one.
+Each lse comes with its lse_low. The mixture and the overlap need the lse's of all classes first: a second gather sends
+their parts, 2 numbers a row for each.
 
-With ``with_tops`` two rows more are packed: ``divergences.tops``. A slice packs the largest x of each head and its
-place among the slice's teacher classes.
+With ``with_tops`` a slice also packs the largest x of each head and its place among the slice's teacher classes.
 
 With ``classes``, which are places in the slice's teacher head, u_r is over these. A slice packs the lse of all of its
 teacher's classes too, and with its top whether that is one of the student's.
