@@ -203,7 +203,8 @@ class Gradients(torch.nn.Module):
         return packed.ops.linear_cross_entropy_backward(upstream, None, x, head, target, lse, chunk_rows=16)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_products_of_a_package_on_a_cpu(monkeypatch, tmp_path, aoti_packages, dtype):
     """Lowered as for CUDA, with row operators that stay calls. Chunks write slices of the input's gradient, and of
     float16 an in-place multiplication follows: Inductor gives the whole tensor another buffer for that."""

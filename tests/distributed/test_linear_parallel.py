@@ -108,13 +108,13 @@ def test_compiled(pool, device, world, backend):
 
 @each(
     compiled.graph,
-    compiled.empty_shards,
+    pytest.param(compiled.empty_shards, marks=pytest.mark.slow),
     pytest.param(compiled.empty_shards_by_aot_autograd, marks=pytest.mark.slow),
     distillation.graph,
     pytest.param(distillation.any_number_of_rows, marks=pytest.mark.slow),
     pytest.param(distillation.inductor, marks=pytest.mark.slow),
     pytest.param(compiled.order_of_the_pipeline, marks=pytest.mark.slow),
-    token_divergences.compiled,
+    pytest.param(token_divergences.compiled, marks=pytest.mark.slow),
     compiled.bad_input_while_tracing,
     compiled.gradients_are_made_once_in_a_checkpoint,
     pytest.param(compiled.gradients_are_made_once_in_other_checkpoints, marks=pytest.mark.slow),

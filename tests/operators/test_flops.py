@@ -146,6 +146,7 @@ def test_graphs_count_as_eager(loss, dynamic):
     assert total == counted(lambda: loss(*given).backward())
 
 
+@pytest.mark.slow
 def test_the_open_loop_counts_as_it_is_lowered(monkeypatch):
     from torch._inductor.fx_utils import count_flops_fx
     from torch._inductor.graph import GraphLowering
