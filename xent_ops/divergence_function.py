@@ -39,11 +39,11 @@ class TwoHeads(NamedTuple):
 
     def operator_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(tensors of an operator of two heads, options of its chunks)."""
-        (teacher_input, teacher_weight, teacher_bias, _), head = self.teacher, self.student.head
-        tensors = (self.student.input, head.weight, self.student.target, teacher_input, teacher_weight)
-        chunk_rows, skip_ignored, logits_dtype, *_ = head.chunking
-        chunking = {"accumulate_dtype": head.accumulate_dtype, "chunk_rows": chunk_rows, "skip_ignored": skip_ignored}
-        return (*tensors, head.bias, teacher_bias), {**chunking, "logits_dtype": logits_dtype}
+        student, head, teacher = self.student, self.student.head, self.teacher
+        tensors = (student.input, head.weight, student.target, teacher.teacher_input, teacher.teacher_weight)
+        names = ("chunk_rows", "skip_ignored", "logits_dtype")
+        keywords = {"accumulate_dtype": head.accumulate_dtype} | {name: getattr(head.chunking, name) for name in names}
+        return (*tensors, head.bias, teacher.teacher_bias), keywords
 
 
 def bind_heads(

@@ -115,7 +115,9 @@ def test_one_graph_by_the_pass(name):
     try:
         torch.compile(model, backend="eager", fullgraph=True)(**call)
     except torch._dynamo.exc.Unsupported:
-        pytest.skip("the untouched model is not one graph: Whisper and BART with torch 2.11 and transformers 5.17")
+        if torch.__version__ >= "2.12":
+            raise
+        pytest.skip("torch 2.11 makes no graph of the untouched Whisper and BART of transformers 5.17")
     use_xent(model)
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         torch.compile(model, backend="aot_eager", fullgraph=True)(**call)
