@@ -1,8 +1,11 @@
 """Compiled and exported losses of a user's function of a token's divergences: what eager computes, in one graph."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.graphs import run_and_get_code
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import xent_ops
@@ -56,10 +59,14 @@ def test_one_graph(device, backend, step, classes):
 
 
 def test_inductor(device):
-    """One of the above, that make test runs too."""
-    tensors = inputs(device, classes=True)
+    """One of the above, that make test runs too. Each chunk reads ``classes``: it must not be one kernel for all."""
+    tensors = inputs(device, rows=9, classes=True)
     compiled = torch.compile(of_heads, fullgraph=True)
-    torch.testing.assert_close(gradients(compiled, tensors), gradients(of_heads, tensors))
+    made, code = run_and_get_code(gradients, compiled, tensors)
+    torch.testing.assert_close(made, gradients(of_heads, tensors))
+    names = "linear_logits|divergences_forward|divergences_backward_|linear_grad_input"
+    steps = re.findall(rf"(?:xent\.|OPERATORS\[')({names})(?:\.default\(|'\])", "".join(code))
+    assert steps == ["linear_logits", *names.split("|")] * 3, steps
 
 
 def test_any_number_of_rows(device):

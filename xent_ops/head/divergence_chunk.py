@@ -241,7 +241,7 @@ class DivergenceSteps:
     def begin(self, inputs: Sequence[Tensor], part: RowRange, after: Tensor | None) -> tuple[Any, ChunkLogits]:
         (input, teacher_input), counted, target = inputs, part.counted, part.target
         logits = _ops.linear_logits(input, self.weight, self.bias, counted, after, self.logits_dtype)
-        teacher_logits = _ops.linear_logits(teacher_input, *self.teacher, counted, None, self.teacher_dtype)
+        teacher_logits = _ops.linear_logits(teacher_input, *self.teacher, counted, after, self.teacher_dtype)
         teacher_logits = first_columns(teacher_logits, self.teacher[0].shape[0])
         own, of_columns = first_columns(logits, self.columns), self.spec._replace(num_classes=None)
         given = teacher_rows(teacher_logits, target, self.classes, self.with_tops, of_columns)
