@@ -72,7 +72,8 @@ def test_the_graphs(device):
     assert not any("mm" in name for name in operator_names(backward))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # two heads have it too
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_any_number_of_tokens(device, backend):
     """As long as the number of chunks is the same."""
     count = CompileCounterWithBackend(backend)

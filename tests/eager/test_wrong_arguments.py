@@ -1,7 +1,6 @@
 """Every public function refuses tensors whose rows do not fit, and options of chunks without a meaning, before it
 computes: in eager, with frozen hidden states, without gradients, and compiled."""
 
-import contextlib
 import inspect
 
 import pytest
@@ -57,7 +56,7 @@ def wrong_options(name):
             yield f"{option}={value}", base_of(name) | {option: value}
 
 
-def call(name, given, learned, compiled):
+def call(name, given, learned, compiled=False):
     """The function's, or the module's, results. ``learned``: the arguments that require grad."""
     function, given = of_name(name.split(", ")[0]), with_shard(given)
     for argument in learned:
@@ -73,26 +72,31 @@ def call(name, given, learned, compiled):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", [*CALLS, *ON_RANKS])
 def test_refused(name):
-    ways = {
-        "eager": (("input", "logits_shard", *HEADS), False),
-        "frozen hidden states": (HEADS, False),
-        "without gradients": ((), False),
-        "compiled": (("input", "logits_shard", *HEADS), True),
-    }
-    seen = set()  # compiled: one number of rows, one value of an option
+    ways = {"eager": ("input", "logits_shard", *HEADS), "frozen hidden states": HEADS, "without gradients": ()}
     for wrong, given in (*wrong_rows(name), *wrong_options(name)):
-        text = wrong.split("=")[0] if "=" in wrong else "has shape"
-        kind = wrong.partition("=")[0].lstrip("0123456789")
-        for way, (learned, compiled) in ways.items():
-            if compiled and kind in seen:  # Dynamo takes half a second for each
-                continue
-            effects = contextlib.nullcontext() if compiled else Effects()
-            with effects, pytest.raises(Exception, match=text) as raised:
-                call(name, given, learned, compiled)
+        for way, learned in ways.items():
+            with Effects() as effects, pytest.raises((TypeError, ValueError), match=word_of(wrong)):
+                call(name, given, learned)
                 pytest.fail(f"{wrong}, {way}: not refused")
-            if compiled:
-                torch.compiler.reset()
-                seen.add(kind)
-            else:
-                assert isinstance(raised.value, (TypeError, ValueError)), f"{wrong}, {way}: {raised.value!r}"
-                assert not [one for one, *_ in effects.log if "mm" in one], f"{wrong}, {way}: computed"
+            assert not [one for one, *_ in effects.log if "mm" in one], f"{wrong}, {way}: computed"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["one", pytest.param("all", marks=pytest.mark.slow)])  # Dynamo takes .1 s for each
+@pytest.mark.parametrize("name", [*CALLS, *ON_RANKS])
+def test_refused_compiled(name, kind):
+    """One number of rows, one value of an option; ``one``: rows and an option alone."""
+    wrongs = {wrong.partition("=")[0].lstrip("0123456789"): given for wrong, given in wrong_rows(name)}
+    options = {wrong.partition("=")[0]: given for wrong, given in wrong_options(name)}
+    if kind == "one":
+        wrongs, options = dict([*wrongs.items()][-1:]), dict([*options.items()][:1])
+    for wrong, given in (wrongs | options).items():
+        with pytest.raises(Exception, match=wrong if wrong in options else "has shape"):
+            call(name, given, ("input", "logits_shard", *HEADS), compiled=True)
+            pytest.fail(f"{wrong}: not refused")
+        torch.compiler.reset()
+
+
+def word_of(wrong):
+    """A word of the error."""
+    return wrong.split("=")[0] if "=" in wrong else "has shape"

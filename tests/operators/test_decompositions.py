@@ -44,10 +44,12 @@ def _dtypes():
     """Of each operator float32, and a dtype of 16 bits: heads have a way of their own in float16.
 
     A mistake in the loop over chunks shows in the forward operators: what shards and chunks share with them is slow. So
-    are two heads, the slowest: test_programs and test_training_steps have them too.
+    are two heads and linear_top_k, the slowest: test_programs and test_training_steps have them too.
     """
     for name in sorted(set(OPERATORS) - set(WRITERS)):
-        like_others = any(word in name for word in ("backward", "grad", "shard", "chunk", "linear_divergences"))
+        like_others = any(
+            word in name for word in ("backward", "grad", "shard", "chunk", "linear_divergences", "linear_top_k")
+        )
         yield pytest.param(name, torch.float32, marks=pytest.mark.slow if like_others else ())
         half = torch.float16 if name.startswith("linear_") else torch.bfloat16
         yield pytest.param(name, half, marks=pytest.mark.slow)
