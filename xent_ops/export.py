@@ -20,8 +20,6 @@ _LOOPS: tuple[Callable[..., Any], ...] = (
     divergences.linear_divergences_forward,
     divergences.linear_divergences_backward,
     divergences.linear_divergences_with_grad,
-    ids.linear_token_logits,
-    ids.linear_token_logits_backward,
     top_k.linear_top_k,
     shard.linear_cross_entropy_shard,
 )

@@ -95,13 +95,10 @@ def refuse_call(call: LinearCall) -> None:
         return
     checks.token_weight(call.token_weight, call.target)
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options._asdict()}
-    if call.ids is None:
-        head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)
-        check_call_of("linear_cross_entropy_forward", *head_args, **keywords)
-    else:
-        check_call_of("linear_token_logits", call.input, head.weight, call.ids, head.bias, **keywords)
-        if transforms.can_read(call.ids):  # the row operators of a chunk read no ids
-            checks.index_values(None, call.ids, None, head.weight.shape[0], options.ignore_index)
+    head_args = (call.input, head.weight, call.target, head.bias, head.class_weight)
+    check_call_of("linear_cross_entropy_forward", *head_args, ids=call.ids, **keywords)
+    if call.ids is not None and transforms.can_read(call.ids):  # the row operators of a chunk read no ids
+        checks.index_values(None, call.ids, None, head.weight.shape[0], options.ignore_index)
 
 
 def cross_entropy_of_head(call: LinearCall) -> Tensor:
@@ -121,9 +118,7 @@ def statistics_of_head(
     """(losses of rows or x of their ids, lse, entropy, lse_low). ``mask_ids``: lse of the other classes."""
     head, options = call.head, call.loss.row_options
     keywords = {"accumulate_dtype": head.accumulate_dtype, **head.chunking.keywords(), **options.keywords()}
-    if call.ids is not None:
-        head_args = (call.input, head.weight, call.ids, head.bias)
-        return differentiable("linear_token_logits", *head_args, with_entropy, mask_ids, **keywords)
-    args = (call.input, head.weight, call.target, head.bias, None, False, with_entropy)
-    loss, lse, _, entropy, low = differentiable("linear_cross_entropy_forward", *args, **keywords)
-    return loss, lse, entropy, low
+    args: tuple[Any, ...] = (call.input, head.weight, call.target, head.bias, None, False, with_entropy)
+    args = args if call.ids is None else (*args, call.ids, mask_ids)
+    loss, lse, _, entropy, low, at_ids = differentiable("linear_cross_entropy_forward", *args, **keywords)
+    return loss if call.ids is None else at_ids, lse, entropy, low

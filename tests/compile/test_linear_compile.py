@@ -275,8 +275,8 @@ class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[48, 16]", primals_2: "i64[48]", primals_3: "f32[40, 16]", getitem_4: "f32[48]", detach_1: "f32[48]", tangents_1: "f32[]"):
         expand: "f32[48]" = torch.ops.aten.expand.default(tangents_1, [48])
         linear_cross_entropy_backward = torch.ops.xent.linear_cross_entropy_backward.default(expand, None, primals_1, primals_3, primals_2, detach_1, None, None, None, None, None, None, 0, None, [True, True, False], getitem_4);  
-        getitem_5: "f32[48, 16]" = linear_cross_entropy_backward[0]
-        getitem_6: "f32[40, 16]" = linear_cross_entropy_backward[1]
-        return (getitem_5, None, getitem_6)
+        getitem_6: "f32[48, 16]" = linear_cross_entropy_backward[0]
+        getitem_7: "f32[40, 16]" = linear_cross_entropy_backward[1]
+        return (getitem_6, None, getitem_7)
 """,
     )

@@ -84,10 +84,17 @@ def test_masked_classes(device):
 
 def test_errors(device):
     x, head, _, ids, _ = problem(device, torch.float32)
+    ops, rows, factors = torch.ops.xent, (x, head, ids[:, 0]), torch.ones(V, device=device)
+    upstream, of_ids = (x[0, 0], None, *rows, x[:, 0]), {"ids": ids, "at_ids": x[:, :4], "grad_ids": x[:, :4]}
     for text, refused in (
         ("no class a row", lambda: xent_ops.linear_token_log_probs(x, head, ids[:, :0])),
         (r"ids has shape \(8, 4\); expected \(9, 4\), K classes", lambda: xent_ops.linear_token_log_probs(x, head, ids[:8])),
-        ("label_smoothing is for one target", lambda: torch.ops.xent.token_logits(x @ head.t(), ids, label_smoothing=0.1)),
+        ("label_smoothing is for one target", lambda: ops.token_logits(x @ head.t(), ids, label_smoothing=0.1)),
+        ("weight is for one target", lambda: ops.linear_cross_entropy_forward(*rows, weight=factors, ids=ids)),
+        ("mask_ids=True masks the columns of ids", lambda: ops.linear_cross_entropy_forward(*rows, mask_ids=True)),
+        ("divisors is for one target", lambda: ops.linear_cross_entropy_backward(*upstream, divisors=factors[:2], **of_ids)),
+        ("lse_square_scale is", lambda: ops.linear_cross_entropy_backward(*upstream, lse_square_scale=0.1, **of_ids)),
+        ("grad_ids go together", lambda: ops.linear_cross_entropy_backward(*upstream, ids=ids)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             refused()

@@ -185,9 +185,14 @@ def build(name: str, problem: Problem, chosen: dict[str, Any]) -> Sample:
     values = {key: value for key, value in chosen.items() if value not in (ROWS, SCALAR, EMPTY)}
     last = {one.name for one in contract.checked_last}
     overwritten = {one.name for one in arguments.values() if one.alias_info is not None}
-    for argument in sorted((key for key in chosen if key not in values), key=lambda key: key in last):
+    for argument in sorted(
+        (key for key in chosen if key not in values), key=lambda key: (key in last, key == "target")
+    ):
         if argument == "gathered":
             values[argument] = _gathered(name, values, problem)
+            continue
+        if argument == "target" and "ids" in values:  # one of them
+            values[argument] = ops.row_targets(values["ids"], ignore_index=values.get("ignore_index", -100))
             continue
         tensor = _tensor(name, argument, chosen[argument], values, problem)
         if problem.requires_grad and argument in LEAVES - overwritten:

@@ -36,8 +36,8 @@ scale_grad_: grad; columns=grad; no rule
 divergences_forward: logits; V=logits T=teacher_logits; target joined target
 divergences_backward: logits; V=logits T=teacher_logits; grad_dtype target target
 divergences_with_grad: logits; V=logits T=teacher_logits; grad_dtype target target target
-linear_cross_entropy_forward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy
-linear_cross_entropy_backward: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy output_mask lse_square_scale
+linear_cross_entropy_forward: input; H=input V=linear_weight K=ids; ids accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
+linear_cross_entropy_backward: input; H=input V=linear_weight K=ids; ids accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes lse_coefficient class_start num_classes grad_entropy entropy entropy grad_ids at_ids ids mask_ids output_mask lse_square_scale
 linear_cross_entropy_with_grad: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy output_mask token_weight lse_square_scale reduction divisor
 linear_scale_grad: grad; columns=grad; no rule
 linear_logits: input; H=input columns=linear_weight; logits_dtype input
@@ -49,21 +49,19 @@ row_summary: loss; V=weight; token_weight lse_square_scale reduction
 linear_divergences_with_grad: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target target output_mask token_weight reduction divisor
 linear_divergences_forward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target
 linear_divergences_backward: input; H=input V=linear_weight G=teacher_input T=teacher_weight; accumulate_dtype logits_dtype chunk_rows target target output_mask
-linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
-linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
+linear_cross_entropy_shard: input; H=input V=linear_weight K=ids; ids logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy
+linear_cross_entropy_shard_join: input; H=input V=linear_weight K=ids ranks=gathered; ids accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start with_entropy gathered_input input
 cross_entropy_shard: logits; V=logits; batch_invariant label_smoothing softcap logit_scale class_start
 cross_entropy_shard_join: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start
 cross_entropy_shard_reduced: logits; V=logits ranks=gathered; label_smoothing softcap logit_scale class_start lse_square_scale reduction
 soft_cross_entropy_forward: logits; V=logits; label_smoothing softcap logit_scale
 soft_cross_entropy_backward: logits; V=logits; label_smoothing softcap logit_scale
-row_targets: ids; K=ids; no rule
-ids_forward: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
-mask_ids_: logits; V=logits K=ids; label_smoothing softcap logit_scale class_start num_classes
-ids_grad_: grad_logits; columns=grad_logits K=ids; label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
-token_logits: logits; V=logits K=ids; batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
-token_logits_backward: logits; V=logits K=ids; label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
-linear_token_logits: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
-linear_token_logits_backward: input; H=input V=linear_weight K=ids; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy grad_ids mask_ids output_mask
+row_targets: ids; K=ids; ids
+ids_forward: logits; V=logits K=ids; ids label_smoothing softcap logit_scale class_start num_classes
+mask_ids_: logits; V=logits K=ids; ids label_smoothing softcap logit_scale class_start num_classes
+ids_grad_: grad_logits; columns=grad_logits K=ids; ids label_smoothing softcap logit_scale class_start num_classes grad_entropy entropy entropy grad_ids
+token_logits: logits; V=logits K=ids; ids batch_invariant label_smoothing softcap logit_scale with_entropy mask_ids
+token_logits_backward: logits; V=logits K=ids; ids label_smoothing softcap logit_scale grad_entropy entropy grad_ids mask_ids
 top_k: logits; V=logits; logit_scale logits
 linear_top_k: input; H=input V=linear_weight; accumulate_dtype logits_dtype products chunk_rows batch_invariant label_smoothing softcap logit_scale input
 top_k_distillation: ids; K=ids; token_weight lse_square_scale""",
@@ -80,13 +78,13 @@ def test_what_goes_together():
         "\n".join(f"{text}: {' '.join(names)}" for text, names in found.items()),
         """\
 reduction=none never: cross_entropy_reduced row_divisors row_summary cross_entropy_shard_reduced linear_cross_entropy_with_grad linear_divergences_with_grad
-grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward
-entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward linear_token_logits_backward
+grad_entropy with entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward
+entropy with grad_entropy: cross_entropy_backward cross_entropy_backward_ token_logits_backward ids_grad_ linear_cross_entropy_backward
 lse_coefficient with num_classes weight: cross_entropy_backward cross_entropy_backward_ linear_cross_entropy_backward
-class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_forward mask_ids_ ids_grad_ divergences_forward divergences_backward divergences_backward_ linear_cross_entropy_backward linear_token_logits_backward
+class_start with num_classes: cross_entropy_backward cross_entropy_backward_ ids_forward mask_ids_ ids_grad_ divergences_forward divergences_backward divergences_backward_ linear_cross_entropy_backward
 divisor with reduction: row_divisors linear_cross_entropy linear_cross_entropy_with_grad linear_divergences_with_grad
-mask_ids not beside all others: token_logits token_logits_backward linear_token_logits linear_token_logits_backward
-label_smoothing never: token_logits token_logits_backward ids_forward mask_ids_ ids_grad_ linear_token_logits linear_token_logits_backward linear_top_k
+mask_ids not beside all others: token_logits token_logits_backward
+label_smoothing never: token_logits token_logits_backward ids_forward mask_ids_ ids_grad_ linear_top_k
 target_logit with target: top_k
 joined with class_start num_classes fields: divergences_forward
 num_classes never: divergences_forward divergences_backward divergences_backward_ divergences_with_grad divergences_with_grad_ linear_divergences_forward linear_divergences_backward linear_divergences_with_grad
@@ -95,14 +93,17 @@ fields=overlap never: divergences_with_grad divergences_with_grad_ linear_diverg
 fields=kl,log_prob with hard_weight: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
 fields=mixture,log_prob with hard_weight: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
 hard_weight with fields: divergences_with_grad divergences_with_grad_ linear_divergences_with_grad
-batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad
+batch_invariant not beside all others: linear_cross_entropy linear_cross_entropy_forward linear_cross_entropy_backward linear_cross_entropy_with_grad linear_cross_entropy_shard linear_cross_entropy_shard_join
+ids not beside all others: linear_cross_entropy_forward linear_cross_entropy_shard linear_cross_entropy_shard_join
+mask_ids with ids: linear_cross_entropy_forward
 num_classes not beside all others: linear_cross_entropy_backward linear_divergences_forward linear_divergences_backward
-products=fp8 never: linear_token_logits linear_token_logits_backward linear_top_k
-products=fp8_gradients never: linear_token_logits linear_token_logits_backward linear_top_k
-with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
-label_smoothing not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
-products=fp8 not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join
-products=fp8_gradients not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join""",
+ids with at_ids grad_ids: linear_cross_entropy_backward
+at_ids with ids grad_ids: linear_cross_entropy_backward
+grad_ids with ids at_ids: linear_cross_entropy_backward
+mask_ids with ids at_ids grad_ids: linear_cross_entropy_backward
+products=fp8 never: linear_top_k
+products=fp8_gradients never: linear_top_k
+with_entropy not beside all others: linear_cross_entropy_shard linear_cross_entropy_shard_join""",
     )
 
 

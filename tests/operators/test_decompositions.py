@@ -28,11 +28,10 @@ def skipped_before(name, args, options):
     arguments = OPERATORS[name].arguments
     if not options.get("skip_ignored") or "lse" not in arguments:
         return args
-    ids = args[arguments.index("ids" if "ids" in arguments else "target")]
-    ignored = ids == options.get("ignore_index", -100)
+    ignored = args[arguments.index("target")] == options.get("ignore_index", -100)
     args = list(args)
     place = arguments.index("lse")
-    args[place] = args[place].masked_fill(ignored.all(-1) if ids.dim() > args[place].dim() else ignored, float("inf"))
+    args[place] = args[place].masked_fill(ignored, float("inf"))
     return args
 
 

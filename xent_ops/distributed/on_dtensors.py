@@ -185,14 +185,14 @@ def _slice(at: Layout, call: Call) -> dict[str, Any]:
 
 
 def _forward(name: str, at: Layout, call: Call) -> Any:
-    if at.vocabulary is None or call.with_argmax:
+    if at.vocabulary is None or call.with_argmax or getattr(call, "ids", None) is not None:
         return _of_rows(name, at, call)
     values, ranks, target = _slice(at, call), at.ranks.for_batches(call.batch_invariant), call.target
     if name == "linear_cross_entropy_forward":
         values["gathered"] = all_gather(run("linear_cross_entropy_shard", values), ranks)
         values["in_rank_order"] = ranks.in_rank_order
-        loss, lse, _, _, entropy, lse_low, _ = run("linear_cross_entropy_shard_join", values)
-        return loss, lse, target.new_empty(0, dtype=torch.int64), entropy, lse_low
+        loss, lse, _, _, entropy, lse_low, at_ids = run("linear_cross_entropy_shard_join", values)
+        return loss, lse, target.new_empty(0, dtype=torch.int64), entropy, lse_low, at_ids
     logits, weight, options = call.logits, values["weight"], as_record(call._asdict())["options"]
     shard_range = values["class_start"], values["num_classes"]
     if call.with_entropy:
@@ -296,8 +296,6 @@ _RULES: dict[str, Callable[[str, Layout, Call], Any]] = {
     "linear_cross_entropy_forward": _forward,
     "linear_cross_entropy_backward": _backward,
     "linear_cross_entropy_with_grad": _head_with_grad,
-    "linear_token_logits": _of_rows,
-    "linear_token_logits_backward": _of_rows,
     "linear_scale_grad": _local,
     "scale_grad_": _local,
 }

@@ -22,6 +22,7 @@ from .chunks import (
     skipped_values,
     unpack_statistics,
 )
+from .ids import statistics_with_ids, token_logits_backward
 from .sizes import without_gradients
 
 _ops = torch.ops.xent
@@ -35,23 +36,31 @@ def linear_cross_entropy_forward(
     weight: Tensor | None = None,
     with_argmax: bool = False,
     with_entropy: bool = False,
+    ids: Tensor | None = None,
+    mask_ids: bool = False,
     *,
     options: RowOptions = DEFAULTS,
     accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
     backend: Backend = IN_MEMORY,
     **fields: Any,
 ) -> tuple[Tensor, ...]:
-    """(loss, lse, argmax, entropy, lse_low), argmax and entropy (0,) if they are not wanted."""
+    """(loss, lse, argmax, entropy, lse_low, x of the ids): argmax, entropy and x (0,) if they are not wanted."""
     flat, keywords, chunking = as_rows(input), options.keywords(), Chunking(**fields)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
+    flags = (with_argmax, with_entropy, False, chunking.skip_ignored)
+    if ids is None:
+        chunking = without_gradients(chunking, rows.number, flat, linear_weight.shape[0])
+    products = backend.products(rows, flat, linear_weight, linear_bias, chunking)
 
-    def visit(logits: Tensor, target: Tensor) -> Sequence[Tensor]:
-        flags = (with_argmax, with_entropy, False, chunking.skip_ignored)
+    def visit(logits: Tensor, target: Tensor, ids: Tensor | None) -> Sequence[Tensor]:
+        if ids is not None:
+            return statistics_with_ids(logits, target, ids, flags, mask_ids, options, products)
         return _ops.cross_entropy_forward(logits, target, weight, *flags, **keywords)
 
-    chunking = without_gradients(chunking, rows.number, flat, linear_weight.shape[0])
-    computed = backend.products(rows, flat, linear_weight, linear_bias, chunking).run(visit, rows.indices())
-    fills = (*skipped_values(with_argmax, with_entropy), 0.0)
+    computed = products.run(visit, rows.indices(), None if ids is None else rows.pack_classes(ids))
+    if ids is None:
+        computed.append(products.gradients(flat.shape)[2])  # (0,): a bias has no gradient here
+    fills = (*skipped_values(with_argmax, with_entropy), 0.0, None if ids is None else 0.0)
     return tuple(unpack_statistics(rows, computed, fills, target, None))
 
 
@@ -72,6 +81,10 @@ def linear_cross_entropy_backward(
     num_classes: int | None = None,
     output_mask: Sequence[bool] = (True, True, True),
     lse_low: Tensor | None = None,
+    ids: Tensor | None = None,
+    at_ids: Tensor | None = None,
+    grad_ids: Tensor | None = None,  # grad_loss is not read beside it
+    mask_ids: bool = False,
     *,
     options: RowOptions = DEFAULTS,
     lse_square_scale: float = 0.0,
@@ -87,25 +100,27 @@ def linear_cross_entropy_backward(
     head, bias, weight, padding = classes_of(linear_weight, linear_bias, weight, class_start, num_classes)
     if head.shape[0] == 0:
         return no_gradients(input, linear_weight, output_mask)
-    upstream = reference.row_grads(
-        grad_loss, grad_lse, target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype
-    )
     rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
-    indices = rows.indices()
-    grads = [None if tensor is None else rows.pack_grads(tensor) for tensor in (*upstream, grad_entropy)]
-    statistics = {"lse": lse, "lse_low": lse_low, "entropy": entropy, "lse_coefficient": lse_coefficient}
+    if grad_ids is None:
+        row_args = (target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype)
+        grad_loss, grad_lse = reference.row_grads(grad_loss, grad_lse, *row_args)
+    first = rows.pack_grads(grad_loss) if grad_ids is None else rows.pack(grad_ids.to(lse.dtype))
+    others = [None if tensor is None else rows.pack_grads(tensor) for tensor in (grad_lse, grad_entropy)]
+    statistics = {"lse": lse, "lse_low": lse_low, "entropy": entropy}
+    statistics |= {"lse_coefficient": lse_coefficient} if ids is None else {"at_ids": at_ids}
     row_values = {name: None if tensor is None else rows.pack(tensor) for name, tensor in statistics.items()}
-    factors, row_grads = float16.split_grads(
-        input.dtype, grads, indices, options, weight, row_values["lse_coefficient"]
-    )
-    row_values |= zip(("grad_loss", "grad_lse", "grad_entropy"), row_grads, strict=True)
-    row_values["target"] = indices
+    indices, coefficient = rows.indices(), row_values.get("lse_coefficient")
+    factors, row_grads = float16.split_grads(input.dtype, (first, *others), indices, options, weight, coefficient)
+    row_values |= zip(("grad_loss" if ids is None else "grad_ids", "grad_lse", "grad_entropy"), row_grads, strict=True)
+    row_values |= {"target": indices} if ids is None else {"ids": rows.pack_classes(ids)}
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
-    keywords |= {"class_start": class_start, "num_classes": num_classes, "grad_dtype": products.grad_dtype}
+    slice_args = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": products.grad_dtype}
 
     def visit(logits: Tensor, *values: Tensor | None) -> Sequence[Tensor]:
-        row_args = dict(zip(row_values, values, strict=True))
-        return products.write("cross_entropy_backward", logits=logits, weight=weight, **row_args, **keywords)
+        row_args = {"logits": logits, **slice_args, **dict(zip(row_values, values, strict=True))}
+        if ids is not None:
+            return [token_logits_backward(**row_args, mask_ids=mask_ids, options=options, writer=products)]
+        return products.write("cross_entropy_backward", weight=weight, **row_args, **keywords)
 
     if any(output_mask):
         shares = None if factors is None else factors.shares

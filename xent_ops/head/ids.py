@@ -1,4 +1,4 @@
-"""Several classes per row, ``ids`` (..., K): x of each, lse and entropy, from logits or from a head by chunks.
+"""Several classes per row, ``ids`` (..., K): x of each, lse and entropy of logits, and their gradient.
 
 The row operators compute the lse and the entropy; their target is one of the row's ids (``row_targets``).
 """
@@ -6,17 +6,13 @@ The row operators compute the lse and the entropy; their target is one of the ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import reference, reference_ids
-from ..kernels.options import DEFAULTS, Chunking, RowOptions
-from . import float16
-from .backend import IN_MEMORY, Backend
-from .chunks import HeadGradients, as_rows, classes_of, in_dtype, no_gradients, unpack_statistics
+from ..kernels.options import DEFAULTS, RowOptions
 from .products import InPlace, OutOfPlace
 
 _ops = torch.ops.xent
@@ -33,16 +29,24 @@ def token_logits(
     writer: InPlace = OutOfPlace(),  # noqa: B008 (it has no state)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(x of the ids (..., K), lse (...), entropy (...) or (0,), lse_low (...)) of logits (..., V)."""
+    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
+    flags = (False, with_entropy, batch_invariant)
+    _, lse, _, entropy, low, at_ids = statistics_with_ids(logits, target, ids, flags, mask_ids, options, writer)
+    return at_ids, lse, entropy, low
+
+
+def statistics_with_ids(
+    logits: Tensor, target: Tensor, ids: Tensor, flags: Any, mask_ids: bool, options: RowOptions, writer: InPlace
+) -> tuple[Tensor, ...]:
+    """The results of ``cross_entropy_forward`` with these flags, and x of the ids. A row's target is one of its ids."""
     columns, keywords = logits.shape[-1], options.keywords()
     if mask_ids:
         at_ids, logits = writer.mask_columns(logits, columns, ids, (0, None), options)
     else:
         at_ids = _ops.ids_forward(logits, ids, **keywords)
-    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
-    flags = (False, with_entropy, batch_invariant)
-    _, lse, _, entropy, low = _ops.cross_entropy_forward(logits, target, None, *flags, **keywords)
+    loss, lse, *others = _ops.cross_entropy_forward(logits, target, None, *flags, **keywords)
     lse = reference_ids.lse_of_others(lse, ids, columns, options=options) if mask_ids else lse
-    return at_ids, lse, entropy, low
+    return loss, lse, *others, at_ids
 
 
 def token_logits_backward(
@@ -80,81 +84,3 @@ def token_logits_backward(
     grad_lse, entropy, grad_entropy = reference.fold_low(lse_low, grad_lse, entropy, grad_entropy)
     column_args = (ids, at_ids, grad_ids, grad_lse, lse, grad_entropy, entropy, class_start, num_classes)
     return writer.write_columns(grad_logits, grad_dtype, *column_args, options=options)
-
-
-def linear_token_logits(
-    input: Tensor,
-    linear_weight: Tensor,
-    ids: Tensor,
-    linear_bias: Tensor | None = None,
-    with_entropy: bool = False,
-    mask_ids: bool = False,
-    *,
-    options: RowOptions = DEFAULTS,
-    accumulate_dtype: torch.dtype | None = None,  # only the backward uses it
-    backend: Backend = IN_MEMORY,
-    **fields: Any,
-) -> tuple[Tensor, ...]:
-    """(x of the ids (..., K), lse (...), entropy (...) or (0,), lse_low (...)) of a head's logits."""
-    flat, chunking = as_rows(input), Chunking(**fields)
-    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
-    rows = backend.rows(target, options.ignore_index, chunking, (flat, linear_weight))
-    products = backend.products(rows, flat, linear_weight, linear_bias, chunking)
-
-    def visit(logits: Tensor, ids: Tensor) -> Sequence[Tensor]:
-        return token_logits(logits, ids, with_entropy, mask_ids=mask_ids, options=options, writer=products)
-
-    computed = products.run(visit, rows.pack_classes(ids))
-    ignored = options.ignore_index if chunking.skip_ignored else None
-    fills = (0.0, math.inf, 0.0 if with_entropy else None, 0.0)
-    return tuple(unpack_statistics(rows, computed, fills, target, ignored))
-
-
-def linear_token_logits_backward(
-    grad_ids: Tensor,
-    grad_lse: Tensor | None,
-    grad_entropy: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    ids: Tensor,
-    at_ids: Tensor,
-    lse: Tensor,
-    linear_bias: Tensor | None = None,
-    entropy: Tensor | None = None,
-    lse_low: Tensor | None = None,
-    output_mask: Sequence[bool] = (True, True, True),
-    mask_ids: bool = False,
-    class_start: int = 0,
-    num_classes: int | None = None,
-    *,
-    options: RowOptions = DEFAULTS,
-    accumulate_dtype: torch.dtype | None = None,
-    backend: Backend = IN_MEMORY,
-    **fields: Any,
-) -> HeadGradients:
-    """As ``linear_cross_entropy_backward``."""
-    flat, chunking = as_rows(input), Chunking(**fields)
-    target = _ops.row_targets(ids, ignore_index=options.ignore_index)
-    head, bias, _, padding = classes_of(linear_weight, linear_bias, None, class_start, num_classes)
-    if head.shape[0] == 0:
-        return no_gradients(input, linear_weight, output_mask)
-    rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
-    grads = [
-        rows.pack(grad_ids.to(lse.dtype)),
-        *(None if value is None else rows.pack_grads(value) for value in (grad_lse, grad_entropy)),
-    ]
-    values = [None if value is None else rows.pack(value) for value in (at_ids, lse, entropy, lse_low)]
-    factors, row_grads = float16.split_grads(input.dtype, grads, rows.indices(), options)
-    products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
-    gradient_options = {"options": options, "grad_dtype": products.grad_dtype, "writer": products, "mask_ids": mask_ids}
-    gradient_options |= {"class_start": class_start, "num_classes": num_classes}
-
-    def visit(
-        logits: Tensor, grad_ids: Tensor, grad_lse: Tensor | None, grad_entropy: Tensor | None, *values: Any
-    ) -> list[Tensor]:
-        return [token_logits_backward(grad_ids, grad_lse, grad_entropy, logits, *values, **gradient_options)]
-
-    if any(output_mask):
-        shares = None if factors is None else factors.shares
-        products.run(visit, *row_grads, rows.pack_classes(ids), *values, gradient=True, shares=shares)
-    return in_dtype(products.gradients(input.shape, factors), input.dtype)

@@ -275,8 +275,9 @@ class Contract:
 
     def _output(self, call: Call, dtype: str, shape: Any, condition: str) -> tuple[tuple[int, ...], torch.dtype]:
         own_dtype = RESULT_DTYPES[dtype](call) if dtype in RESULT_DTYPES else getattr(call, dtype[1:]).dtype
-        option, _, place = condition.partition(" ")
-        if option and not (getattr(call, option)[int(place)] if place else getattr(call, option)):
+        name, _, place = condition.partition(" ")
+        value = getattr(call, name)[int(place)] if place else getattr(call, name, True)
+        if value is None or value is False:
             return (0,), own_dtype
         if not isinstance(shape, Shape):
             return shape(call), own_dtype

@@ -22,11 +22,14 @@ from .second_order import differentiate_call, no_second_derivative, save_all, wi
 def save_rows(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     """Keep the logits, the target and one float per row: the backward computes the softmax again from the lse.
 
-    Of a head, keep input and weight: the backward computes the logits again.
+    Of a head, keep input and weight: the backward computes the logits again. With ids the loss is a constant.
     """
-    _loss, lse, argmax, entropy, lse_low = output
-    ctx.mark_non_differentiable(argmax, lse_low, *(() if call.with_entropy else (entropy,)))
-    save_for(ctx, backward, call, lse=lse, lse_low=lse_low, entropy=entropy if call.with_entropy else None)
+    loss, lse, argmax, entropy, lse_low, *at_ids = output
+    results = {"lse": lse, "lse_low": lse_low, "entropy": entropy if call.with_entropy else None}
+    if getattr(call, "ids", None) is not None:
+        results["at_ids"], at_ids = at_ids[0], [loss]
+    ctx.mark_non_differentiable(argmax, lse_low, *at_ids, *(() if call.with_entropy else (entropy,)))
+    save_for(ctx, backward, call, **results)
 
 
 def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> GradientsByName:

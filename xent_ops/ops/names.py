@@ -24,10 +24,10 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "teacher_weight": ("=teacher_input", "T G", "one row of the teacher_input's features for each class"),
     "teacher_bias": ("=teacher_input", "T", "one number a class"),
     # The targets.
+    "ids": ("index", "... K", "K classes of each row of the {primary}"),
     "target": ("index", "...", "one class index for each row of the {primary}"),
     "classes": ("index", "V", "the teacher's class of each of the student's"),
     "probabilities": ("float", "... V", "one probability for each logit"),
-    "ids": ("index", "... K", "K classes of each row of the {primary}"),
     "probs": ("float", "... K", "a probability for each of the ids"),
     "weight": ("float", "V", "one weight a class"),
     "token_weight": ("any", "...", "one number for each target"),
@@ -59,7 +59,7 @@ ARGUMENTS: dict[str, tuple[str, str, str]] = {
     "row_factors": ("float", "...", "one value for each row of the {primary}"),
 }
 
-# name: (dtype, shape, the option or the place in output_mask without which it is of shape (0,)).
+# name: (dtype, shape, the argument or the place in output_mask without which it is of shape (0,)).
 RESULTS: dict[str, tuple[str, str, str]] = {
     "loss": ("acc", "...", ""),
     "lse": ("acc", "...", ""),
@@ -68,7 +68,7 @@ RESULTS: dict[str, tuple[str, str, str]] = {
     "entropy": ("acc", "...", "with_entropy"),
     "target_weight": ("acc", "...", ""),
     "lse_coefficient": ("acc", "...", ""),
-    "at_ids": ("acc", "... K", ""),
+    "at_ids": ("acc", "... K", "ids"),
     "statistics": ("acc", "S ...", ""),
     "values": ("acc", "F ...", ""),
     "tops": ("acc", "2 ...", "with_tops"),

@@ -52,23 +52,21 @@ def at_least_one(text: str, tensor: Tensor, size: int, call: Call) -> None:
 # Values
 
 
-def _label_smoothing(call: Call) -> None:
-    checks.label_smoothing(call.label_smoothing)
-    if call.label_smoothing != 0.0 and getattr(call, "ids", None) is not None:
-        raise ValueError(f"label_smoothing is for one target a row: expected 0.0, got {call.label_smoothing}")
+def several_classes(call: Call) -> None:
+    """Refuse what is of a loss: x of ids is none."""
+    checks.refuse_products_of_ids(getattr(call, "products", None))
+    for name in ("label_smoothing", "lse_square_scale"):
+        if getattr(call, name, 0.0) != 0.0:
+            raise ValueError(f"{name} is for one target a row: expected 0.0, got {getattr(call, name)}")
+    for name in ("weight", "divisors"):
+        if getattr(call, name, None) is not None:
+            raise ValueError(f"{name} is for one target a row: pass none beside ids")
 
 
 def _reduction(call: Call) -> None:
     checks.reduction(call.reduction, ("mean", "sum"))
     if getattr(call, "divisor", None) is not None and call.reduction != "sum":
         raise ValueError(f'divisor is what a sum is divided by: expected reduction="sum", got {call.reduction!r}')
-
-
-def _products(call: Call) -> None:
-    if call.products is not None:
-        if getattr(call, "ids", None) is not None:
-            checks.refuse_products_of_ids(call.products)
-        checks.multiplied(call.products, call.input, call.linear_weight)
 
 
 def _batch_invariant(call: Call) -> None:
@@ -106,7 +104,7 @@ def check_targets(call: Call) -> None:
     """Raise IndexError for a class out of range. It reads the targets, so it is for CPU tensors."""
     if "log_prob" in getattr(call, "fields", "log_prob"):  # else the target only marks ignored rows
         ids, classes, number = (getattr(call, name, None) for name in ("ids", "classes", "num_classes"))
-        target = call.target if ids is None else None  # operators of ids have no target
+        target = call.target if ids is None else None  # else it is one of the ids
         checks.index_values(target, ids, classes, width(call) if number is None else number, call.ignore_index)
 
 
@@ -154,8 +152,6 @@ def _mask_ids(call: Call) -> None:
         raise ValueError("mask_ids=True masks the columns of ids: pass these too")
     if call.mask_ids and (getattr(call, "with_entropy", False) or getattr(call, "grad_entropy", None) is not None):
         raise ValueError("mask_ids=True gives the lse of some classes, without an entropy")
-    if call.mask_ids and sliced(call) and getattr(call, "weight", None) is not None:
-        raise ValueError("mask_ids=True of a slice of the classes goes without class weights")
 
 
 def _gathered_input(call: Call) -> None:
@@ -193,14 +189,15 @@ def _joined(call: Call) -> None:
 # (names, rule, exception: not for schemas with this name). Rules run in this order, if one of the names is not at its
 # default. The first name must be in the schema.
 RULES: tuple[tuple[tuple[str, ...], Callable[[Call], None], str], ...] = (
+    (("ids",), several_classes, "probs"),
     (("grad_dtype",), lambda call: checks.narrower(call.grad_dtype, call.logits), ""),
     (("accumulate_dtype",), lambda call: checks.wider("accumulate_dtype", call.accumulate_dtype, call.input), ""),
     (("logits_dtype",), lambda call: checks.wider("logits_dtype", call.logits_dtype, call.input), ""),
     (("dtype",), lambda call: checks.accumulator("dtype", call.dtype), ""),
-    (("products",), _products, ""),
+    (("products",), lambda call: checks.multiplied(call.products, call.input, call.linear_weight), ""),
     (("chunk_rows",), lambda call: checks.chunk_rows(call.chunk_rows), ""),
     (("batch_invariant",), _batch_invariant, ""),
-    (("label_smoothing",), _label_smoothing, ""),
+    (("label_smoothing",), lambda call: checks.label_smoothing(call.label_smoothing), ""),
     (("softcap",), lambda call: checks.softcap(call.softcap, call.primary.dtype), "temperature"),
     (("logit_scale",), lambda call: checks.logit_scale(call.logit_scale, call.primary.dtype), "temperature"),
     (("temperature", "target"), _temperature, ""),

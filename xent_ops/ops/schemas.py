@@ -194,33 +194,21 @@ DECLARED: dict[str, tuple[str, "str | None"]] = {
         "-> Tensor loss",
         None,
     ),
-    # Rows: one matrix multiplication in the forward, three in the backward.
+    # Rows: one matrix multiplication in the forward, three in the backward. Beside ids the target is one of them.
     "linear_cross_entropy_forward": (
-        f"({LINEAR}, {STATISTICS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
-        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor lse_low)",
+        f"({LINEAR}, {STATISTICS}, {IDS}, {MASK_IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
+        "-> (Tensor loss, Tensor lse, Tensor argmax, Tensor entropy, Tensor lse_low, Tensor at_ids)",
         None,
     ),
     "linear_cross_entropy_backward": (
         "(Tensor grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, Tensor target, Tensor lse, "
         "Tensor? linear_bias=None, Tensor? weight=None, Tensor? divisors=None, Tensor? grad_entropy=None, "
-        f"Tensor? entropy=None, Tensor? lse_coefficient=None, {SLICE}, {OUTPUT_MASK}, {LSE_LOW}, *, {OPTIONS}, "
-        f"{LSE_SQUARE}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
+        f"Tensor? entropy=None, Tensor? lse_coefficient=None, {SLICE}, {OUTPUT_MASK}, {LSE_LOW}, {IDS}, "
+        f"Tensor? at_ids=None, Tensor? grad_ids=None, {MASK_IDS}, *, {OPTIONS}, {LSE_SQUARE}, {ACCUMULATE}, "
+        f"{CHUNKING}) -> ({LINEAR_GRADS})",
         None,
     ),
-    # The same for several classes per row.
-    "linear_token_logits": (
-        "(Tensor input, Tensor linear_weight, Tensor ids, Tensor? linear_bias=None, bool with_entropy=False, "
-        f"{MASK_IDS}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) "
-        "-> (Tensor at_ids, Tensor lse, Tensor entropy, Tensor lse_low)",
-        None,
-    ),
-    "linear_token_logits_backward": (
-        "(Tensor grad_ids, Tensor? grad_lse, Tensor? grad_entropy, Tensor input, Tensor linear_weight, Tensor ids, "
-        f"Tensor at_ids, Tensor lse, Tensor? linear_bias=None, Tensor? entropy=None, {LSE_LOW}, {OUTPUT_MASK}, "
-        f"{MASK_IDS}, {SLICE}, *, {OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> ({LINEAR_GRADS})",
-        None,
-    ),
-    # The same of those k classes, and of the target behind them.
+    # The ids are the k classes with the largest logits, and behind them the target.
     "linear_top_k": (
         "(Tensor input, Tensor linear_weight, int k, Tensor? target=None, Tensor? linear_bias=None, *, "
         f"{OPTIONS}, {ACCUMULATE}, {CHUNKING}) -> (Tensor at_ids, Tensor ids, Tensor lse, Tensor entropy, "

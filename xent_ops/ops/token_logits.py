@@ -1,8 +1,7 @@
-"""Several classes per row, ``ids`` (..., K): x of each, from logits or a head. Of logits the backward is one pass."""
+"""Several classes per row, ``ids`` (..., K): x of each in logits. The backward is one pass."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from . import checks
 from .contract import Call
 from .formulas import GradientsByName, autograd, run_backward, save_for, save_nothing
 from .library import operator
-from .linear.operators import by_name, mask_of
 from .rules import check_targets
 from .second_order import refuse_second_derivatives
 
@@ -33,20 +31,15 @@ def at_least_one_class(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}: no class a row; expected (..., K), at least one")
 
 
-def _save(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     at_ids, lse, entropy, low = output
     ctx.mark_non_differentiable(low, *(() if call.with_entropy else (entropy,)))
     values = {"at_ids": at_ids, "lse": lse, "lse_low": low, "entropy": entropy if call.with_entropy else None}
-    save_for(ctx, backward, call, **values)
+    save_for(ctx, "token_logits_backward", call, **values)
 
 
 def _backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> GradientsByName:
     return {"logits": run_backward(ctx, None, grad_ids=grad_ids, grad_lse=grad_lse, grad_entropy=grad_entropy)}
-
-
-def _head_backward(ctx: Any, grad_ids: Any, grad_lse: Any, grad_entropy: Any, _: None) -> GradientsByName:
-    mask, grads = mask_of(ctx), {"grad_ids": grad_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
-    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask))
 
 
 operator("row_targets", reference_ids.row_targets, results={"target": ("int64", "...", "")})
@@ -55,13 +48,7 @@ operator("mask_ids_", reference_ids.mask_ids_, overwrites="logits")
 operator("ids_grad_", reference_ids.ids_grad_, overwrites="grad_logits")
 
 operator("token_logits", head_ids.token_logits, check_values=check_targets, calls_operators=True)
-autograd("token_logits", _backward, functools.partial(_save, "token_logits_backward"))
+autograd("token_logits", _backward, _save)
 
 operator("token_logits_backward", head_ids.token_logits_backward, calls_operators=True)
 autograd("token_logits_backward", refuse_second_derivatives, save_nothing)
-
-operator("linear_token_logits", head_ids.linear_token_logits, check_values=check_targets, calls_operators=True)
-autograd("linear_token_logits", _head_backward, functools.partial(_save, "linear_token_logits_backward"))
-
-operator("linear_token_logits_backward", head_ids.linear_token_logits_backward, calls_operators=True)
-autograd("linear_token_logits_backward", refuse_second_derivatives, save_nothing)

@@ -11,7 +11,7 @@ from ..kernels import reference_top_k
 from ..kernels.options import DEFAULTS
 from . import checks, rules
 from .contract import Call
-from .formulas import GradientsByName, autograd, run_backward, save_for
+from .formulas import GradientsByName, autograd, run_backward, save_for, saved
 from .library import operator
 from .linear.operators import by_name, mask_of
 from .rules import check_targets
@@ -33,9 +33,7 @@ def _rule(call: Call) -> None:
     checks.top_k(call.k, rules.width(call), least=int(hasattr(call, "input")))  # without any: the rank alone
     if getattr(call, "target_logit", None) is not None and call.target is None:
         raise ValueError("target_logit is the logit of a target: pass target too")
-    if getattr(call, "label_smoothing", 0.0) != 0.0:
-        raise ValueError(f"label_smoothing is for one target a row: expected 0.0, got {call.label_smoothing}")
-    checks.refuse_products_of_ids(getattr(call, "products", None))
+    rules.several_classes(call)
 
 
 def _check_columns(call: Call) -> None:
@@ -47,12 +45,14 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     at_ids, ids, lse, entropy, rank, low = output
     ctx.mark_non_differentiable(ids, rank, low)
     values = {"at_ids": at_ids, "ids": ids, "lse": lse, "entropy": entropy, "lse_low": low}
-    save_for(ctx, "linear_token_logits_backward", call, **values)
+    save_for(ctx, "linear_cross_entropy_backward", call, **values)
 
 
 def _backward(ctx: Any, grad_at_ids: Any, _ids: None, grad_lse: Any, grad_entropy: Any, *_: None) -> GradientsByName:
-    mask, grads = mask_of(ctx), {"grad_ids": grad_at_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy}
-    return by_name(mask, run_backward(ctx, None, **grads, output_mask=mask, ignore_index=DEFAULTS.ignore_index))
+    kept, mask = saved(ctx), mask_of(ctx)
+    updates = {"grad_ids": grad_at_ids, "grad_lse": grad_lse, "grad_entropy": grad_entropy, "output_mask": mask}
+    updates |= {"target": kept["ids"][..., 0], "ignore_index": DEFAULTS.ignore_index}
+    return by_name(mask, run_backward(ctx, None, kept, **updates))
 
 
 _shared: dict[str, Any] = {"results": _RESULTS, "rules": (_rule,)}

@@ -22,6 +22,7 @@ from ..dtensors import is_dtensor
 from ..formulas import GradientsByName, autograd, needs_grad, run, run_backward, save_for, saved
 from ..library import operator
 from ..names import RESULTS
+from ..rules import check_targets
 from ..second_order import differentiate_call, no_second_derivative, save_all, without_derivative
 
 _ops = torch.ops.xent
@@ -40,9 +41,15 @@ def by_name(mask: Sequence[bool], gradients: Sequence[Tensor | None]) -> dict[st
     return {name: grad for name, grad, is_wanted in zip(HEAD_NAMES, gradients, mask, strict=True) if is_wanted}
 
 
-def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *__: None) -> GradientsByName:
-    mask = mask_of(ctx)
-    return by_name(mask, run_backward(ctx, grad_loss, grad_lse=grad_lse, grad_entropy=grad_entropy, output_mask=mask))
+def _rows_backward(ctx: Any, grad_loss: Any, grad_lse: Any, _: None, grad_entropy: Any, *grads: Any) -> GradientsByName:
+    mask, (_low, grad_ids) = mask_of(ctx), grads
+    updates = {"grad_lse": grad_lse, "grad_entropy": grad_entropy, "grad_ids": grad_ids}
+    return by_name(mask, run_backward(ctx, grad_loss, **updates, output_mask=mask))
+
+
+def _check_ids(call: Call) -> None:
+    if call.ids is not None:  # the row operators check targets
+        check_targets(call)
 
 
 def _save_with_grad(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
@@ -70,7 +77,7 @@ def _with_grad_backward(ctx: Any, grad_value: Any, *grads: Any) -> GradientsByNa
         grad_lse = torch.where(is_counted(values["target"], values["ignore_index"]), grad_lse, 0.0)
     updates = {"output_mask": ctx.mask, "grad_lse": grad_lse}
     if differentiable:  # recomputed, because it depends on the logits
-        _, updates["lse"], _, _, updates["lse_low"] = run("linear_cross_entropy_forward", values)
+        _, updates["lse"], _, _, updates["lse_low"], _ = run("linear_cross_entropy_forward", values)
     token_weight, row_args = values["token_weight"], (values["target"], values["ignore_index"], grad_value.dtype)
     if token_weight is not None:
         grad_value = grad_value * counted_weights(token_weight, *row_args)
@@ -122,14 +129,15 @@ def give_away(ctx: Any, grad: Tensor, keep: bool) -> GradientsByName:
 
 def _second_backward(ctx: Any, *grads: Tensor) -> GradientsByName:
     """Autograd through plain torch, with all logits at once."""
-    if ctx.options["num_classes"] is not None:
+    if ctx.options["num_classes"] is not None or "ids" in ctx.names:
         no_second_derivative()
-    # Plain torch has no chunks.
-    left_out = ("accumulate_dtype", *Chunking._fields)
+    # Plain torch has no chunks and no ids.
+    left_out = ("accumulate_dtype", "ids", "at_ids", "grad_ids", "mask_ids", *Chunking._fields)
     return differentiate_call(reference_linear.linear_cross_entropy_backward, ctx, grads, left_out)
 
 
-operator("linear_cross_entropy_forward", cross_entropy.linear_cross_entropy_forward, calls_operators=True)
+_forward = cross_entropy.linear_cross_entropy_forward
+operator("linear_cross_entropy_forward", _forward, check_values=_check_ids, calls_operators=True)
 _save_rows = functools.partial(save_rows, "linear_cross_entropy_backward")
 autograd("linear_cross_entropy_forward", _rows_backward, _save_rows, constants=("weight",))
 

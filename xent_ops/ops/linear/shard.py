@@ -32,8 +32,7 @@ def _save(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     results = {"lse": lse, "lse_low": lse_low, "lse_coefficient": None if call.weight is None else lse_coefficient}
     results["entropy"] = entropy if call.with_entropy else None
     results["input"] = call.gathered_input if ctx.scattered else call.input
-    backward = "linear_cross_entropy_backward" if call.ids is None else "linear_token_logits_backward"
-    save_for(ctx, backward, call, at_ids=None if call.ids is None else at_ids, **results)
+    save_for(ctx, "linear_cross_entropy_backward", call, at_ids=None if call.ids is None else at_ids, **results)
 
 
 def _backward(ctx: Any, grad_loss: Any, grad_lse: Any, *grads: Any) -> GradientsByName:
@@ -83,7 +82,6 @@ operator(
     arguments={"gathered_input": ("=input", "... H", "the inputs of all ranks")},
     rows_of=lambda call: call.input if call.gathered_input is None else call.gathered_input,
     rules=(_gathered_input,),
-    results={"at_ids": ("acc", lambda call: (0,) if call.ids is None else call.ids.shape, "")},
     calls_operators=True,
 )
 autograd("linear_cross_entropy_shard_join", _backward, _save, constants=("weight",))
