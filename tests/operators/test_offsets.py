@@ -37,8 +37,7 @@ def logits_at(offset, device, dtype=torch.float32):
 def assert_equal(found, wanted, dtype=torch.float32):
     """Each row, by its norm. The gradient of two models that are equal is 0."""
     error = (found.double().cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-2)
-    near = 2e-6 if found.is_cuda and dtype == torch.float32 else NEAR[dtype]  # whose exp has an error of 2 ulp
-    assert (error < near).all(), error
+    assert (error < NEAR[dtype]).all(), error
 
 
 def teacher_at(offset, device, dtype=torch.float32):
