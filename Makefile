@@ -39,7 +39,7 @@ env:  ## set up the private environment; the other targets do it too
 demo: env  ## train a small GPT with F.cross_entropy and both losses of xent_ops; ARGS="--data FOLDER" for your own text
 	$(PY) examples/train_lm.py $(ARGS)
 
-test: env  ## the tests that this machine can run: eight minutes on two cores
+test: env  ## the tests that this machine can run: seven minutes on two cores
 	@rm -f $(COUNTS)
 	begun=$$(date +%s); $(COMPILED) tests -m "not slow" $(SLOWEST) --add-counts $(COUNTS); first=$$?; \
 		$(INTERPRETED) tests -m "interpreter and not slow" $(SLOWEST) --add-counts $(COUNTS); second=$$?; \
