@@ -59,7 +59,7 @@ def linear_cross_entropy_forward(
 
     computed = products.run(visit, rows.indices(), None if ids is None else rows.pack_classes(ids))
     if ids is None:
-        computed.append(products.gradients(flat.shape)[2])  # (0,): a bias has no gradient here
+        computed.append(products.gradients(flat.shape)[2])  # its bias's (0,): a new one is one more operator call
     fills = (*skipped_values(with_argmax, with_entropy), 0.0, None if ids is None else 0.0)
     return tuple(unpack_statistics(rows, computed, fills, target, None))
 
@@ -101,18 +101,21 @@ def linear_cross_entropy_backward(
     if head.shape[0] == 0:
         return no_gradients(input, linear_weight, output_mask)
     rows = backend.rows(target, options.ignore_index, chunking, (flat, head))
-    if grad_ids is None:
+    indices, statistics = rows.indices(), {"lse": lse, "lse_low": lse_low, "entropy": entropy}
+    if ids is None:
         row_args = (target, lse, divisors, options.ignore_index, lse_square_scale, lse.dtype)
         grad_loss, grad_lse = reference.row_grads(grad_loss, grad_lse, *row_args)
-    first = rows.pack_grads(grad_loss) if grad_ids is None else rows.pack(grad_ids.to(lse.dtype))
+        name, grad, classes = "grad_loss", rows.pack_grads(grad_loss), {"target": indices}
+        statistics["lse_coefficient"] = lse_coefficient
+    else:
+        assert grad_ids is not None
+        name, grad, classes = "grad_ids", rows.pack(grad_ids.to(lse.dtype)), {"ids": rows.pack_classes(ids)}
+        statistics["at_ids"] = at_ids
     others = [None if tensor is None else rows.pack_grads(tensor) for tensor in (grad_lse, grad_entropy)]
-    statistics = {"lse": lse, "lse_low": lse_low, "entropy": entropy}
-    statistics |= {"lse_coefficient": lse_coefficient} if ids is None else {"at_ids": at_ids}
-    row_values = {name: None if tensor is None else rows.pack(tensor) for name, tensor in statistics.items()}
-    indices, coefficient = rows.indices(), row_values.get("lse_coefficient")
-    factors, row_grads = float16.split_grads(input.dtype, (first, *others), indices, options, weight, coefficient)
-    row_values |= zip(("grad_loss" if ids is None else "grad_ids", "grad_lse", "grad_entropy"), row_grads, strict=True)
-    row_values |= {"target": indices} if ids is None else {"ids": rows.pack_classes(ids)}
+    row_values = {key: None if tensor is None else rows.pack(tensor) for key, tensor in statistics.items()}
+    coefficient = row_values.get("lse_coefficient")
+    factors, row_grads = float16.split_grads(input.dtype, (grad, *others), indices, options, weight, coefficient)
+    row_values |= {**dict(zip((name, "grad_lse", "grad_entropy"), row_grads, strict=True)), **classes}
     products = backend.products(rows, flat, head, bias, chunking, output_mask, accumulate_dtype, padding)
     slice_args = {"class_start": class_start, "num_classes": num_classes, "grad_dtype": products.grad_dtype}
 

@@ -26,9 +26,13 @@ def save_rows(backward: str, ctx: Any, call: Call, output: tuple[Tensor, ...]) -
     """
     loss, lse, argmax, entropy, lse_low, *at_ids = output
     results = {"lse": lse, "lse_low": lse_low, "entropy": entropy if call.with_entropy else None}
-    if getattr(call, "ids", None) is not None:
-        results["at_ids"], at_ids = at_ids[0], [loss]
-    ctx.mark_non_differentiable(argmax, lse_low, *at_ids, *(() if call.with_entropy else (entropy,)))
+    constants = [argmax, lse_low, *(() if call.with_entropy else (entropy,))]
+    if getattr(call, "ids", None) is None:
+        constants += at_ids  # (0,), of a head alone
+    else:
+        constants.append(loss)
+        (results["at_ids"],) = at_ids
+    ctx.mark_non_differentiable(*constants)
     save_for(ctx, backward, call, **results)
 
 

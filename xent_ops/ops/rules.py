@@ -53,7 +53,7 @@ def at_least_one(text: str, tensor: Tensor, size: int, call: Call) -> None:
 
 
 def several_classes(call: Call) -> None:
-    """Refuse what is of a loss: x of ids is none."""
+    """Refuse the options of a loss: x of each id is no loss."""
     checks.refuse_products_of_ids(getattr(call, "products", None))
     for name in ("label_smoothing", "lse_square_scale"):
         if getattr(call, name, 0.0) != 0.0:
